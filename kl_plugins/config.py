@@ -114,7 +114,7 @@ class KLConfig:
             if self.correction == "is" or (self.correction == "clip" and self.ratio == "sequence"):
                 raise ValueError(
                     f"{where} puts the KL into the advantage, which the framework's policy loss weights and clips "
-                    f"by its own token ratio: kl.correction={self.correction} with kl.ratio={self.ratio} would not happen. "
+                    f"by its own token ratio: kl.correction={self.correction}, kl.ratio={self.ratio} would not happen. "
                     "Use kl.correction=none or clip with kl.ratio=token, or kl.form=decoupled"
                 )
         elif self.correction == "clip" and self.ratio_cap < 1 + self.clip_high:

@@ -3,7 +3,8 @@
 Shapes: every tensor is ``[B, T]`` (responses x tokens); all logarithms are natural (nats).
 Equation numbers are those of "Rethinking KL Regularization in RLHF", https://arxiv.org/abs/2510.01555.
 
-With ``log_ratio`` = logp - ref_logp, an estimator k_n is the *value* k_n and the *coefficient* k_n' = dk_n/dlogp (71).
+With ``log_ratio`` = logp - ref_logp, an estimator k_n is the *value* k_n and the *coefficient* k_n' = dk_n/dlogp (71)
+(mse: the coefficient of its objective's gradient; its value is importance-weighted and not what is differentiated).
 The gradient of "k_n as loss" is E[k_n' * grad logp]; "k_n in the reward" has the value as its coefficient (5).
 """
 
@@ -32,7 +33,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:
-    """Logp - other_logp, ``[B, T]``, detached, float32 or float64, finite for finite inputs."""
+    """``logp - other_logp``, ``[B, T]``, detached, float32 or float64, finite for finite inputs."""
     return (upcast(logp) - upcast(other_logp)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -60,7 +61,7 @@ class KLEstimator:
         raise TypeError(f"{type(self).__name__} does not define value(logp, ref_logp)")
 
     def coefficient(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """Per-token derivative of the value with respect to ``logp`` (71)."""
+        """Per-token factor of grad logp in the gradient that "as loss" descends (71)."""
         raise TypeError(f"{type(self).__name__} does not define coefficient(logp, ref_logp)")
 
 

@@ -83,7 +83,7 @@ class HeadTerms:
 
     @property
     def gradient(self) -> Tensor:
-        """W * C * active * mask (69), (70)."""
+        """``w * C * active * mask`` (69), (70)."""
         return torch.where(self.active, self.weight * self.coefficient, 0.0)
 
 

@@ -17,7 +17,7 @@ from kl_plugins.estimators import EXP_BOUND, log_ratio
 def importance_ratio(
     logp: Tensor, old_logp: Tensor, mask: Tensor, *, level: str = "token", cap: float | None = None
 ) -> Tensor:
-    """Rho = min(pi_theta / pi_old, cap), ``[B, T]`` float32 or float64 (69).
+    """``rho = min(pi_theta / pi_old, cap)``, ``[B, T]`` float32 or float64 (69).
 
     ``level="token"``: exp(logp - old_logp) of each token, PPO's. ``level="sequence"``: exp of the sum over the
     response's unmasked tokens, summed in log space, the same number at each of its tokens. ``cap=None`` bounds the

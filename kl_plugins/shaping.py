@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def group_baseline(rewards: Tensor, groups: Iterable[Hashable]) -> Tensor:
-    """R - mean of the response's group (18): Dr. GRPO."""
+    """Reward minus the mean of the response's group (18): Dr. GRPO."""
     return _deviation(rewards, _group_ids(rewards, groups)).to(rewards.dtype)
 
 
 def batch_baseline(rewards: Tensor) -> Tensor:
-    """R - mean of the batch (19)."""
+    """Reward minus the mean of the batch (19)."""
     return group_baseline(rewards, [0] * len(rewards))
 
 
@@ -51,7 +51,7 @@ def group_norm(
 
 
 def _group_ids(rewards: Tensor, groups: Iterable[Hashable]) -> Tensor:
-    """Group ids as int64 ``[N]``, 0..G-1 in order of appearance."""
+    """For each response the position of its group's first one, int64 ``[N]``."""
     if rewards.dim() != 1:
         raise ValueError(f"rewards must be [N], one a response, got shape {tuple(rewards.shape)}")
     bad = (~torch.isfinite(rewards)).nonzero().flatten().tolist()
@@ -60,25 +60,22 @@ def _group_ids(rewards: Tensor, groups: Iterable[Hashable]) -> Tensor:
     groups = groups.tolist() if hasattr(groups, "tolist") else list(groups)
     if len(groups) != len(rewards):
         raise ValueError(f"{len(groups)} group ids for {len(rewards)} rewards")
-    index: dict[Hashable, int] = {}
-    return torch.tensor([index.setdefault(g, len(index)) for g in groups], dtype=torch.int64, device=rewards.device)
+    first: dict[Hashable, int] = {}
+    return torch.tensor([first.setdefault(g, i) for i, g in enumerate(groups)], dtype=torch.int64).to(rewards.device)
 
 
 def _group_mean(x: Tensor, ids: Tensor, ddof: int = 0) -> Tensor:
     """Each response's group mean (sum / (n - ddof)), spread back to ``[N]``."""
-    groups = int(ids.max()) + 1 if len(ids) else 0
-    total = x.new_zeros(groups).index_add(0, ids, x)
-    count = x.new_zeros(groups).index_add(0, ids, torch.ones_like(x))
+    total = torch.zeros_like(x).index_add(0, ids, x)
+    count = torch.zeros_like(x).index_add(0, ids, torch.ones_like(x))
     return (total / (count - ddof).clamp(min=1))[ids]
 
 
 def _deviation(rewards: Tensor, ids: Tensor) -> Tensor:
-    """R - group mean in float64.
+    """Reward minus group mean, in float64.
 
     Measured from the group's first reward, so that equal rewards give exactly 0 whatever their mean rounds to.
     """
     r = rewards.detach().double()
-    positions = torch.arange(len(r), device=r.device)
-    first = positions[(ids[None, :] == torch.arange(int(ids.max()) + 1)[:, None].to(ids.device)).int().argmax(-1)]
-    offset = r - r[first][ids]
+    offset = r - r[ids]
     return offset - _group_mean(offset, ids)
