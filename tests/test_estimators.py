@@ -1,4 +1,4 @@
-"""Estimators: hand-computed constants, extremes, the registry. Cases are numbered as they were reported to frameworks."""
+"""Estimators: hand-computed constants, extremes, the registry. Case numbers: faults reported against frameworks."""
 
 import math
 import subprocess
@@ -128,7 +128,10 @@ def test_entry_points_add_estimators_and_broken_ones_are_named(tmp_path):
 
     def run(entry):
         (info / "entry_points.txt").write_text(f"[kl_plugins.estimators]\nthird = {entry}\n")
-        code = f"import sys; sys.path.append({str(tmp_path)!r})\nfrom kl_plugins import *\nprint(get_estimator('third').name)"
+        code = (
+            f"import sys; sys.path.append({str(tmp_path)!r})\n"
+            "from kl_plugins import get_estimator\nprint(get_estimator('third').name)"
+        )
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
 
     assert run("third_party_kl:Third").stdout == "third\n"

@@ -15,7 +15,7 @@ from oracle import head_reference
 from kl_plugins import KLConfig, combined_advantages, kl_head
 from kl_plugins.head import head_terms
 
-L, O, R = [[-1.0, -2.0]], [[-1.5, -1.9]], [[-1.2, -2.4]]  # the worked example of the paper's (69), (70)
+L, OLD, R = [[-1.0, -2.0]], [[-1.5, -1.9]], [[-1.2, -2.4]]  # the worked example of the paper's (69), (70)
 
 
 def head(logp, ref_logp, mask=None, old_logp=None, rollout_weights=None, dtype=torch.float64, **axes):
@@ -42,7 +42,7 @@ def close(actual, expected, rel=1e-6):
 
 
 def test_clip_on_the_worked_example():  # case 12
-    value, gradient = head(L, R, old_logp=O, correction="clip")
+    value, gradient = head(L, R, old_logp=OLD, correction="clip")
     close(gradient, [[0.329744, 0.361935]], 1e-5)
     close(value, [[1.648721 * 0.02, 0.904837 * 0.08]], 1e-5)
     _, gradient = head([[-1.0]], [[-1.2]], old_logp=[[-0.5]], correction="clip")
@@ -58,8 +58,8 @@ def test_clip_is_a_maximum_not_a_minimum():
 
 
 def test_token_and_sequence_ratio():  # case 11
-    close(head(L, R, old_logp=O, estimator="k3", correction="is")[0].mean(), 0.0472550, 1e-5)
-    close(head(L, R, old_logp=O, estimator="k3", correction="is", ratio="sequence")[0].mean(), 0.0664, 1e-3)
+    close(head(L, R, old_logp=OLD, estimator="k3", correction="is")[0].mean(), 0.0472550, 1e-5)
+    close(head(L, R, old_logp=OLD, estimator="k3", correction="is", ratio="sequence")[0].mean(), 0.0664, 1e-3)
 
 
 def test_ratio_cap():
@@ -110,7 +110,7 @@ def test_credit_over_a_masked_gap():  # case 17
 def test_no_valid_token():  # case 5
     for credit, ratio in itertools.product(("token", "return", "sequence"), ("token", "sequence")):
         value, gradient = head(
-            L, R, mask=[[0, 0]], old_logp=O, estimator="k3", correction="is", credit=credit, ratio=ratio
+            L, R, mask=[[0, 0]], old_logp=OLD, estimator="k3", correction="is", credit=credit, ratio=ratio
         )
         close(value, [[0.0, 0.0]])
         close(gradient, [[0.0, 0.0]])
@@ -288,7 +288,7 @@ def test_one_tensor_is_kept_for_backward():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         kl_head(
-            logp, torch.tensor(R), mask=torch.ones(1, 2), config=KLConfig(correction="clip"), old_logp=torch.tensor(O)
+            logp, torch.tensor(R), mask=torch.ones(1, 2), config=KLConfig(correction="clip"), old_logp=torch.tensor(OLD)
         )
     assert [t.shape for t in kept] == [(1, 2)]
 
@@ -301,7 +301,7 @@ def test_upstream_gradient_is_multiplied_in():
 
 
 def test_compile():
-    logp, ref_logp, old_logp = torch.tensor(L, requires_grad=True), torch.tensor(R), torch.tensor(O)
+    logp, ref_logp, old_logp = torch.tensor(L, requires_grad=True), torch.tensor(R), torch.tensor(OLD)
     config = KLConfig(correction="clip", credit="return")
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -325,10 +325,10 @@ def test_coefficient_bound_is_smooth_and_keeps_the_sign():
 def test_identity_live_ratio_times_k3_is_k2():
     """grad(rho k3 with rho live) = rho * log_ratio * grad logp = grad(sg(rho) k2), sample by sample."""
     logp = torch.tensor(L, dtype=torch.float64, requires_grad=True)
-    ref_logp, old_logp = torch.tensor(R, dtype=torch.float64), torch.tensor(O, dtype=torch.float64)
+    ref_logp, old_logp = torch.tensor(R, dtype=torch.float64), torch.tensor(OLD, dtype=torch.float64)
     r = logp - ref_logp
     live = ((logp - old_logp).exp() * (torch.exp(-r) - 1 + r)).sum()
-    close(torch.autograd.grad(live, logp)[0], head(L, R, old_logp=O, correction="is")[1].tolist(), 1e-12)
+    close(torch.autograd.grad(live, logp)[0], head(L, R, old_logp=OLD, correction="is")[1].tolist(), 1e-12)
 
 
 def test_combined_advantages():
@@ -365,7 +365,7 @@ def test_terms_are_what_the_head_uses():
         torch.tensor(R),
         mask=torch.ones(1, 2),
         config=KLConfig(correction="clip"),
-        old_logp=torch.tensor(O),
+        old_logp=torch.tensor(OLD),
     )
     close(terms.gradient, [[0.329744, 0.361935]], 1e-5)
     assert terms.active.all()

@@ -1,5 +1,6 @@
 """The plugin inside verl's real ppo_loss, on hand-made batches, against numbers worked out independently."""
 
+import os
 import subprocess
 import sys
 
@@ -62,7 +63,7 @@ def actor(kl=None, policy_loss=None, **axes):
 
 
 def batch(form, *, ref=True, weights=False, tokens=None, size=None):
-    """(model_output, data, leaf): the leaf is log pi_theta of every position, prompt included, as the model gives it."""
+    """(model_output, data, leaf): the leaf is log pi_theta of every position, prompt included, as models give it."""
     flat = []
     for row in LOGP:  # the engine's row: position t scores token t + 1, so the response sits one to the left
         flat.append(torch.cat([torch.full((PROMPT - 1,), -9.0, dtype=torch.float64), row, torch.tensor([-9.0])]))
@@ -277,11 +278,12 @@ def test_twice_is_harmless():
     before = losses.ppo_loss
     adapter.install()
     assert losses.ppo_loss is before
-    code = "import verl, kl_plugins.verl as p; from verl.workers.utils import losses; print(losses.ppo_loss.__wrapped__.__code__.co_filename)"
-    env = {"VERL_USE_EXTERNAL_MODULES": "kl_plugins.verl"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**__import__("os").environ, **env}
+    code = (
+        "import verl, kl_plugins.verl; from verl.workers.utils import losses; "
+        "print(losses.ppo_loss.__wrapped__.__code__.co_filename)"
     )
+    env = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "kl_plugins.verl"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.strip().endswith("verl/workers/utils/losses.py"), done.stderr  # wrapped once: next is verl's own
 
 

@@ -1,0 +1,36 @@
+"""The lab: exact answers on problems small enough to enumerate, to hold the package's own answers against."""
+
+from kl_plugins.lab.gradients import GradientReport as GradientReport
+from kl_plugins.lab.gradients import compare_gradient as compare_gradient
+from kl_plugins.lab.gradients import estimator_coefficient as estimator_coefficient
+from kl_plugins.lab.gradients import estimator_curve as estimator_curve
+from kl_plugins.lab.gradients import estimator_value as estimator_value
+from kl_plugins.lab.gradients import exact_kl as exact_kl
+from kl_plugins.lab.gradients import exact_kl_gradient as exact_kl_gradient
+from kl_plugins.lab.gradients import expected_gradient as expected_gradient
+from kl_plugins.lab.gradients import gradient_moments as gradient_moments
+from kl_plugins.lab.gradients import gradient_report as gradient_report
+from kl_plugins.lab.gradients import importance_ratio as importance_ratio
+from kl_plugins.lab.gradients import loss_coefficients as loss_coefficients
+from kl_plugins.lab.gradients import token_coefficients as token_coefficients
+from kl_plugins.lab.gradients import token_credit as token_credit
+from kl_plugins.lab.policy import TabularPolicy as TabularPolicy
+from kl_plugins.lab.surrogates import best_baseline as best_baseline
+from kl_plugins.lab.surrogates import full_surrogate as full_surrogate
+from kl_plugins.lab.surrogates import sampled_gradients as sampled_gradients
+from kl_plugins.lab.surrogates import sampled_surrogate as sampled_surrogate
+from kl_plugins.lab.surrogates import sampling_variance as sampling_variance
+from kl_plugins.lab.surrogates import unbiasedness_gap as unbiasedness_gap
+from kl_plugins.lab.values import Gaussian as Gaussian
+from kl_plugins.lab.values import Moments as Moments
+from kl_plugins.lab.values import chi2 as chi2
+from kl_plugins.lab.values import gaussian as gaussian
+from kl_plugins.lab.values import gaussian_chi2 as gaussian_chi2
+from kl_plugins.lab.values import gaussian_kl as gaussian_kl
+from kl_plugins.lab.values import gaussian_moments as gaussian_moments
+from kl_plugins.lab.values import gaussian_sample_means as gaussian_sample_means
+from kl_plugins.lab.values import k3_coefficient_moments as k3_coefficient_moments
+from kl_plugins.lab.values import k3_support_bias as k3_support_bias
+from kl_plugins.lab.values import k3_variance_is_finite as k3_variance_is_finite
+from kl_plugins.lab.values import taylor_bias as taylor_bias
+from kl_plugins.lab.values import uniform_means as uniform_means
