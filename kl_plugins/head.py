@@ -30,7 +30,8 @@ def kl_head(
 
     Forward: w * value, 0 at masked tokens. Backward: d(m.sum())/d(logp) = w * C * active * mask, in closed form, with
 
-    - C: the estimator's coefficient (71), bounded if asked, under the configured credit;
+    - C: the estimator's coefficient (71), or its value for ``placement="reward"`` (5), bounded if asked, under the
+      configured credit;
     - w: 1, or min(rho, cap) (69), times ``rollout_weights`` (pi_old / pi_rollout, capped by the caller) if given;
     - active: PPO's clip (70) as an activity mask, under ``correction="clip"``.
 
@@ -115,7 +116,9 @@ def head_terms(
     ref_logp = logp if ref_logp is None else torch.where(mask, upcast(ref_logp), 0.0)
     estimator = get_estimator(config.estimator)
     value = get_estimator(config.report or config.estimator).value(logp, ref_logp)
-    coefficient = estimator.coefficient(logp, ref_logp)
+    # A penalty in the reward is blamed on logp with its detached value (5), a loss with its derivative (71).
+    blame = estimator.value if config.placement == "reward" else estimator.coefficient
+    coefficient = blame(logp, ref_logp)
     if "ref_logp" not in inputs:  # no reference, no regulariser: k1's coefficient would be 1 even so
         coefficient = torch.zeros_like(coefficient)
     if config.coefficient_bound is not None:

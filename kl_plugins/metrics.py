@@ -27,7 +27,10 @@ def kl_metrics(
 ) -> dict[str, float]:
     """Scalars over the unmasked tokens; all 0 when there are none.
 
-    - ``k1``, ``k2``, ``k3``: means of the values, nats a token, under the policy that sampled the batch.
+    - ``sampled``: mean k1 of ``old_logp`` (of ``logp`` without it), nats a token: the unbiased estimate of
+      KL(pi_old || pi_ref) on the policy's own samples. Not about 0 at step 1: policy and reference differ in weights,
+      temperature or precision.
+    - ``k1``, ``k2``, ``k3``: means of the values of ``logp``, nats a token, over the batch as it was sampled.
     - ``tail_up``, ``tail_down``: shares of tokens with pi_theta / pi_ref > e^2 and < e^-2.
     - ``coef_mean``, ``coef_max``: mean and largest |C|, the configured coefficient after bound and credit.
     - ``clip_removed``: share of the KL gradient, sum |w C|, that clipping removed (70); 0 without clip.
@@ -43,9 +46,8 @@ def kl_metrics(
     terms = head_terms(logp, ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights)
     mask = mask != 0
     logp, ref_logp = torch.where(mask, logp.detach(), 0), torch.where(mask, ref_logp.detach(), 0)
-    ratio = torch.ones_like(terms.ratio)
-    if old_logp is not None:
-        ratio = importance_ratio(logp, torch.where(mask, old_logp, 0), mask, level=config.ratio)
+    old_logp = logp if old_logp is None else torch.where(mask, old_logp.detach(), 0)
+    ratio = importance_ratio(logp, old_logp, mask, level=config.ratio)
     count = mask.sum().clamp(min=1)
 
     def mean(x: Tensor) -> Tensor:
@@ -60,6 +62,7 @@ def kl_metrics(
     pull = terms.weight * size
     rho = torch.where(mask, ratio, 0.0)
     scalars = {
+        "sampled": mean(log_ratio(old_logp, ref_logp)),
         **{name: mean(get_estimator(name).value(logp, ref_logp)) for name in ("k1", "k2", "k3")},
         "tail_up": mean((r > 2).to(r.dtype)),
         "tail_down": mean((r < -2).to(r.dtype)),

@@ -83,6 +83,15 @@ def test_penalty_is_minimised():  # case 8
     assert logp.grad.item() == pytest.approx(0.1)
 
 
+def test_k1_in_reward_is_k2_as_loss():
+    """(13) and (14): one gradient; only the value that is reported differs."""
+    for credit in ("token", "return", "sequence"):
+        reward = head(L, R, estimator="k1", placement="reward", credit=credit)
+        loss = head(L, R, estimator="k2", credit=credit)
+        assert torch.equal(reward[1], loss[1])
+        assert not torch.equal(reward[0], loss[0])
+
+
 def test_report_one_descend_another():  # case 14
     value, gradient = head([[-1.0]], [[-2.0]], estimator="k2", report="k3")
     close(value, [[0.3678794]])

@@ -8,6 +8,7 @@ import torch
 from kl_plugins import KLConfig, kl_metrics
 
 NAMES = {
+    "sampled",
     "k1",
     "k2",
     "k3",
@@ -33,6 +34,7 @@ def test_by_hand():
     assert set(m) == NAMES
     assert all(type(v) is float for v in m.values())
     assert m["k1"] == pytest.approx(log_ratio.mean().item())
+    assert m["sampled"] == pytest.approx((log_ratio.sum().item() - math.log(2)) / 5)
     assert m["k2"] == pytest.approx((log_ratio**2 / 2).mean().item())
     assert m["k3"] == pytest.approx((torch.exp(-log_ratio) - 1 + log_ratio).mean().item())
     assert (m["tail_up"], m["tail_down"]) == pytest.approx((0.2, 0.2))
