@@ -1,0 +1,1 @@
+"""Figures from runs: reads the rows of ``metrics.jsonl``, imports no torch."""
