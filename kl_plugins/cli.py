@@ -7,6 +7,10 @@ from typing import Annotated, Optional
 
 import typer
 
+import kl_plugins.audit.cli
+import kl_plugins.doctor.cli
+import kl_plugins.report.cli
+
 app = typer.Typer(
     name="kl-plugins",
     help="KL regularisation for RLHF with the gradient you meant.",
@@ -134,6 +138,44 @@ def run(
         typer.echo(f"refused: {error}", err=True)
         raise typer.Exit(REFUSED) from error
     raise typer.Exit(code)
+
+
+kl_plugins.audit.cli.register(app)
+app.command()(kl_plugins.doctor.cli.doctor)
+kl_plugins.report.cli.register(app)
+
+
+patches = typer.Typer(help="The plugin as a change to a vendored OpenRLHF's source.", no_args_is_help=True)
+app.add_typer(patches, name="patch")
+Target = Annotated[Path, typer.Option("--target", help="The folder that holds the package openrlhf.", metavar="DIR")]
+
+
+@patches.command()
+def apply(target: Target) -> None:
+    """Patch it; refused unless every file is as released."""
+    _patch("apply", target)
+
+
+@patches.command()
+def check(target: Target) -> None:
+    """Say whether it is patched."""
+    _patch("check", target)
+
+
+@patches.command()
+def revert(target: Target) -> None:
+    """Undo apply, byte for byte."""
+    _patch("revert", target)
+
+
+def _patch(action: str, target: Path) -> None:
+    from kl_plugins.openrlhf import patch
+
+    try:
+        typer.echo(getattr(patch, action)(target))
+    except patch.PatchError as error:
+        typer.echo(f"refused: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """One batch for both adapters, and what each framework must make of it, by `oracle`.
 
 verl and OpenRLHF live in two environments, so their adapters are not compared with each other but each with this file:
-the same tensors, the same configurations, the same per-token matrix and gradient. Where the aggregation differs, so does
-the gradient, by exactly `FACTORS`.
+the same tensors, the same configurations, the same per-token matrix and gradient. Where the aggregation differs, so
+does the gradient, by exactly `FACTORS`.
 """
 
 import torch
@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 def expected(name: str, rollout: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value matrix and d(sum)/d(logp) of configuration ``name``, float64 ``[3, 5]``; with or without sampler weights."""
+    """Value matrix and d(sum)/d(logp) of a configuration, float64 ``[3, 5]``; with or without sampler weights."""
     weights = ROLLOUT_WEIGHTS if rollout else None
     return head_reference(LOGP, REF, MASK, OLD, weights, **CONFIGS[name])
 
