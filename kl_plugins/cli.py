@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 import kl_plugins.audit.cli
+import kl_plugins.data.cli
 import kl_plugins.doctor.cli
 import kl_plugins.report.cli
 
@@ -141,6 +142,7 @@ def run(
 
 
 kl_plugins.audit.cli.register(app)
+app.command()(kl_plugins.data.cli.prepare)
 app.command()(kl_plugins.doctor.cli.doctor)
 kl_plugins.report.cli.register(app)
 

@@ -12,9 +12,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 def doctor(
     address: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(
-            "--address", help="HOST:PORT of a Ray head; default: RAY_ADDRESS, else a Ray of its own."
-        ),
+        typer.Option("--address", help="HOST:PORT of a Ray head; default: RAY_ADDRESS, else a Ray of its own."),
     ] = None,
 ) -> None:
     """Say whether every worker has the plugin, and whether its gradient is right there. Exit code 1 if not."""
