@@ -2,16 +2,17 @@
 PYTHON ?= python3.11
 STEPS ?= 20
 # What depends on the framework beside it and is therefore run in both environments.
-BOTH = tests/audit tests/cpu tests/docs tests/doctor tests/launch tests/recipes tests/test_head.py tests/test_package.py
+BOTH = tests/audit tests/cpu tests/data tests/docs tests/doctor tests/launch tests/recipes tests/report/test_curves.py \
+  tests/test_head.py tests/test_package.py tests/test_drift.py
 export PYTHON
 
 .PHONY: demo demo-openrlhf test lint env-verl env-openrlhf clean
 
 demo: env-verl            ## GRPO with k2 on verl, for real, on this machine's CPU: summary and figure
-	.envs/verl/bin/kl-plugins run verl/grpo_k2 --profile cpu --steps $(STEPS) --out runs/demo
+	.envs/verl/bin/kl-plugins run verl/grpo_k2 --profile cpu --steps $(STEPS)
 
 demo-openrlhf: env-openrlhf   ## the same on OpenRLHF
-	.envs/openrlhf/bin/kl-plugins run openrlhf/grpo_k2 --profile cpu --steps $(STEPS) --out runs/demo-openrlhf
+	.envs/openrlhf/bin/kl-plugins run openrlhf/grpo_k2 --profile cpu --steps $(STEPS)
 
 test: env-verl env-openrlhf lint   ## everything, against the installed wheels
 	.envs/verl/bin/pytest

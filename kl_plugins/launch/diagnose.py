@@ -24,7 +24,7 @@ _WRITER = re.compile(
     r"^(?:\x1b\[[0-9;]*m)*\((?:[^()=]*\b(?:pid|ip)=[^)]*|raylet|gcs_server|autoscaler[^)]*)\)(?:\x1b\[[0-9;]*m)*\s?"
 )
 _RAISED = re.compile(
-    r"^(?:[A-Za-z_][\w.]*\.)?_?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)\b(?:\(\w+\))?(?::|$)"
+    r"^(?:[A-Za-z_][\w.]*\.)?_?(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)|Exception)\b(?:\(\w+\))?(?::|$)"
 )
 # What other processes raise because one of them has died, and what Ray wraps around the real exception.
 _ECHO = re.compile(
@@ -71,7 +71,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "verl, actor.num_gpus_per_node and vllm.num_engines for OpenRLHF), or try --profile cpu.",
         ),
         (
-            r"missed too many heartbeats",
+            r"missed too many heartbeats|node timed out during startup",
             "Ray's daemon got no time to run, or was killed: stop other work on the machine, then run again.",
         ),
         (
@@ -79,12 +79,13 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "The framework is not a version this package was tested with: install a supported one, or set the switch.",
         ),
         (
-            r"kl_plugins\.\S* failed to load|KL head was (?:never|not) called|HeadNotCalled",
+            r"kl_plugins\.verl did not load|without (?:calling|asking) kl_plugins|did not go through kl_plugins|"
+            r"ppo_loss that is not kl_plugins",
             "The KL plugin is not active in the worker: check that this kl-plugins is installed in the framework's "
             "environment and that nothing else replaces the KL loss.",
         ),
         (
-            r"non-finite log-prob",
+            r"is not finite at \d+ of \d+ unmasked tokens|non-finite input at an unmasked token",
             "A log-probability is NaN or infinite at a token that counts: look at the learning rate and the attention "
             "mask; kl.check_finite=false turns the check off, not the cause.",
         ),

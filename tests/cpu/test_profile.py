@@ -66,7 +66,10 @@ def test_the_kl_block_has_every_axis(compose, recipe):
     assert set(config["kl"]) == {f.name for f in dataclasses.fields(KLConfig)}
     kl = KLConfig.from_mapping(config["kl"])
     assert config["actor_rollout_ref"]["actor"]["policy_loss"]["kl"] == config["kl"]
-    expected = KLConfig(estimator=recipe.split("_")[1], placement="reward" if "reward" in recipe else "loss")
+    if recipe == "ppo_k1_in_reward":
+        expected = KLConfig(estimator="k1", placement="reward")
+    else:
+        expected = KLConfig(estimator=recipe.removeprefix("grpo_"), correction="clip")
     assert kl == expected
 
 

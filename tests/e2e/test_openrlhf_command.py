@@ -21,7 +21,7 @@ def test_recipe(kl_run):
 
 
 def test_hanging_run(kl_run):
-    """A reward file that is not there kills vLLM's actor, and OpenRLHF waits minutes for it: the run is ended before."""
+    """A reward file that is not there kills vLLM's actor, and OpenRLHF waits minutes for it: the run is ended."""
     words = ["--profile", "cpu", "--steps", 3, "reward.remote_url=/no/such/reward.py", "--stall", 200]
     run = kl_run("openrlhf/grpo_k2", *words)
     assert run.code == 124, run.shown

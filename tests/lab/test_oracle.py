@@ -10,7 +10,7 @@ import torch
 
 from kl_plugins.lab import TabularPolicy, token_coefficients
 
-head_reference = runpy.run_path(str(Path(__file__).parents[1] / "oracle.py"))["head_reference"]
+head_reference = runpy.run_path(str(Path(__file__).parents[1] / "support" / "oracle.py"))["head_reference"]
 
 LOGP, OLD, REF = [[-1.0, -2.0]], [[-1.5, -1.9]], [[-1.2, -2.4]]
 

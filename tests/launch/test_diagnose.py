@@ -37,6 +37,20 @@ UNBORN = (
     [
         (WRAPPED, 1, "ValueError: kl.estimator='k9': did you mean 'k2'?", "kl block"),
         (WORKER_DIED, 1, "RuntimeError: kl_head was never called", "log"),
+        (
+            "(WorkerDict pid=3) RuntimeError: verl 0.9.1 computed its loss without calling kl_plugins' KL head: the run\n"
+            + WRAPPED,
+            1,
+            "without calling kl_plugins' KL head",
+            "not active in the worker",
+        ),
+        (
+            "(WorkerDict pid=3) ValueError: logp is not finite at 2 of 60 unmasked tokens, first at [0, 3]: nan.\n"
+            + WRAPPED,
+            1,
+            "first at [0, 3]",
+            "learning rate",
+        ),
         (UNBORN, 1, "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/reward.py'", "path"),
         (
             "(TaskRunnerV1 pid=9) torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\n" + WORKER_DIED,
@@ -68,6 +82,13 @@ UNBORN = (
             "The node has been marked dead",
             "other work",
         ),
+        (
+            HYDRA + "Exception: The current node timed out during startup. This could happen because …\n\nSet the …\n",
+            1,
+            "Exception: The current node timed out during startup.",
+            "other work",
+        ),
+        (HYDRA + "Exception: something else\n\nSet the …\n", 1, "Exception: something else", "log"),
         (
             HYDRA + "hydra.errors.InstantiationException: Error in call to target 'verl.workers.config.X':\n"
             "TypeError(\"X.__init__() got an unexpected keyword argument 'ki'\")\nfull_key: a\n",

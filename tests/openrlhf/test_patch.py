@@ -63,7 +63,7 @@ def test_patched_source_gives_the_hooks_numbers(target, runs, model, tmp_path, m
     monkeypatch.setattr(experience_maker, "ray", experience_maker.ray)
     patch.apply(target)
     command = [sys.executable, str(Path(__file__).with_name("patched.py")), str(model), str(tmp_path / "n.pt")]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(Path(__file__).parent.parent)])}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), str(Path(__file__).parents[1] / "support")])}
     subprocess.run(command, env=environ, check=True, timeout=300)
     patched = torch.load(tmp_path / "n.pt", weights_only=False)
     assert patched.pop("from").startswith(str(target))

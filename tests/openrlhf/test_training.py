@@ -54,7 +54,8 @@ def test_two_ranks_against_one(runs, model, tmp_path):
     alone = run.gradients_by_row()
     port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(model), str(tmp_path), str(port)]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     ranks = [subprocess.Popen([*command, str(rank)], env=environ) for rank in (0, 1)]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     both = {}

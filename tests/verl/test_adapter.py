@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("verl", reason="needs the verl environment")
 
+import crossframework as shared
 from oracle import head_reference
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
@@ -130,6 +131,43 @@ def test_decoupled_value_and_gradient(axes, weights, form):
         ((padded(LOGP) - padded(REF)) * MASK).sum().item() / MASK.sum()
     )
     assert {"kl/k2", "kl/k3", "kl/coef_mean", "kl/coef_max", "kl/ess", "kl/clip_removed", "kl/chi2"} <= set(metrics)
+
+
+def run_shared(config, rollout, mode):
+    """Loss and gradient [3, 5] of verl's ppo_loss on the batch that OpenRLHF's adapter is tested with as well."""
+    rows, columns = shared.LOGP.shape
+    leaf = torch.nn.functional.pad(shared.LOGP.double(), (PROMPT - 1, 1)).flatten().requires_grad_()
+    offsets = torch.arange(rows + 1) * (PROMPT + columns)
+    data = TensorDict(
+        {
+            "response_mask": shared.MASK,
+            "old_log_probs": shared.OLD.double(),
+            "ref_log_prob": shared.REF.double(),
+            "advantages": torch.zeros(rows, columns, dtype=torch.float64),
+            "prompts": torch.zeros(rows, PROMPT, dtype=torch.long),
+            "responses": torch.zeros(rows, columns, dtype=torch.long),
+            "attention_mask": torch.ones(rows, PROMPT + columns, dtype=torch.long),
+            **({"rollout_is_weights": shared.ROLLOUT_WEIGHTS.double()} if rollout else {}),
+        },
+        batch_size=[rows],
+    )
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=None)
+    output = {"log_probs": torch.nested.nested_tensor_from_jagged(leaf, offsets=offsets)}
+    loss, _ = losses.ppo_loss(actor(config, kl_loss_coef=shared.BETA, loss_agg_mode=mode), output, data)
+    loss.backward()
+    return loss.detach(), leaf.grad.view(rows, -1)[:, PROMPT - 1 : -1]
+
+
+@pytest.mark.parametrize("rollout", [False, True], ids=["", "sampler"])
+@pytest.mark.parametrize("name", shared.CONFIGS)
+def test_same_batch_as_openrlhf(name, rollout):
+    """Each framework against one file: the same matrix and gradient, and where aggregation differs, by FACTORS."""
+    value, gradient = shared.expected(name, rollout)
+    loss, per_token = run_shared(shared.CONFIGS[name], rollout, "token-mean")
+    torch.testing.assert_close(loss, shared.BETA * (value * shared.token_mean()).sum(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(per_token, shared.BETA * gradient * shared.token_mean(), rtol=1e-6, atol=1e-7)
+    _, per_sequence = run_shared(shared.CONFIGS[name], rollout, "seq-mean-token-mean")
+    torch.testing.assert_close(per_sequence, per_token * shared.FACTORS, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum"])
