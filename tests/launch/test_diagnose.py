@@ -38,14 +38,14 @@ UNBORN = (
         (WRAPPED, 1, "ValueError: kl.estimator='k9': did you mean 'k2'?", "kl block"),
         (WORKER_DIED, 1, "RuntimeError: kl_head was never called", "log"),
         (
-            "(WorkerDict pid=3) RuntimeError: verl 0.9.1 computed its loss without calling kl_plugins' KL head: the run\n"
+            "(WorkerDict pid=3) RuntimeError: verl 0.9.1 computed its loss without calling kl_plugins' KL head\n"
             + WRAPPED,
             1,
             "without calling kl_plugins' KL head",
             "not active in the worker",
         ),
         (
-            "(WorkerDict pid=3) ValueError: logp is not finite at 2 of 60 unmasked tokens, first at [0, 3]: nan.\n"
+            "(WorkerDict pid=3) ValueError: logp is not finite at 2 of 6 unmasked tokens, first at [0, 3]: nan\n"
             + WRAPPED,
             1,
             "first at [0, 3]",
