@@ -11,6 +11,7 @@ import kl_plugins.audit.cli
 import kl_plugins.data.cli
 import kl_plugins.doctor.cli
 import kl_plugins.report.cli
+from kl_plugins.launch import axes
 
 app = typer.Typer(
     name="kl-plugins",
@@ -47,14 +48,6 @@ def recipes() -> None:
         typer.echo(f"{recipe.name:<{width}}  {recipe.summary}")
 
 
-def _axis(name: str, help_text: str):
-    return typer.Option(f"--kl_{name}", help=help_text, rich_help_panel="Axes of the recipe's kl block", metavar="X")
-
-
-# typer reads these annotations at run time, on 3.10 as well: Optional, not "| None".
-Axis = Optional[str]  # noqa: UP045
-
-
 @app.command(
     help=RUN_HELP,
     context_settings={
@@ -70,7 +63,9 @@ def run(
     ] = None,
     profile: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--profile", help="Laid over the recipe: cpu (no GPU needed) or node.", metavar="NAME"),
+        typer.Option(
+            "--profile", help="Laid over the recipe: cpu (no GPU needed), node, cluster or megatron.", metavar="NAME"
+        ),
     ] = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
@@ -94,33 +89,28 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the framework's own command and stop.")] = False,
-    kl_estimator: Annotated[Axis, _axis("estimator", "k1, k2, k3, mse, none, or one of your own.")] = None,
-    kl_report: Annotated[Axis, _axis("report", "Estimator whose value is logged, if another.")] = None,
-    kl_placement: Annotated[Axis, _axis("placement", "loss or reward.")] = None,
-    kl_form: Annotated[Axis, _axis("form", "decoupled or combined.")] = None,
-    kl_correction: Annotated[Axis, _axis("correction", "none, is or clip: the off-policy weight.")] = None,
-    kl_clip_low: Annotated[Axis, _axis("clip_low", "Lower clip of the ratio, as 0.2.")] = None,
-    kl_clip_high: Annotated[Axis, _axis("clip_high", "Upper clip of the ratio, as 0.2.")] = None,
-    kl_ratio: Annotated[Axis, _axis("ratio", "token or sequence.")] = None,
-    kl_ratio_cap: Annotated[Axis, _axis("ratio_cap", "Largest ratio.")] = None,
-    kl_credit: Annotated[Axis, _axis("credit", "token, return or sequence.")] = None,
-    kl_coefficient_bound: Annotated[Axis, _axis("coefficient_bound", "Smooth bound of |coefficient|, or null.")] = None,
-    kl_check_finite: Annotated[Axis, _axis("check_finite", "true or false.")] = None,
-    kl_allow_vacuous: Annotated[Axis, _axis("allow_vacuous", "true or false.")] = None,
+    kl_estimator: axes.Estimator = None,
+    kl_report: axes.Report = None,
+    kl_placement: axes.Placement = None,
+    kl_form: axes.Form = None,
+    kl_correction: axes.Correction = None,
+    kl_clip_low: axes.ClipLow = None,
+    kl_clip_high: axes.ClipHigh = None,
+    kl_ratio: axes.Ratio = None,
+    kl_ratio_cap: axes.RatioCap = None,
+    kl_credit: axes.Credit = None,
+    kl_coefficient_bound: axes.CoefficientBound = None,
+    kl_check_finite: axes.CheckFinite = None,
+    kl_allow_vacuous: axes.AllowVacuous = None,
 ) -> None:
-    from kl_plugins.launch.plan import LaunchError, nearest
+    kl = axes.given(locals())
+    from kl_plugins.launch.plan import LaunchError
     from kl_plugins.launch.recipes import find_recipe
     from kl_plugins.launch.run import REFUSED, default_out, execute, make_plan, stdout_console
 
-    axes = {name.removeprefix("kl_"): value for name, value in locals().items() if name.startswith("kl_")}
-    kl = {axis: value for axis, value in axes.items() if value is not None}
     try:
         found = find_recipe(recipe)
-        for word in native or []:
-            option = word.split("=")[0].replace("-", "_").lstrip("_")
-            if word.startswith("--") and option.startswith("kl_"):
-                near = nearest(f"--{option}", [f"--kl_{axis}" for axis in axes], n=1)
-                raise LaunchError(f"--{option}: no such option; {near or 'see kl-plugins run --help'}")
+        axes.refuse_misspelt(native or [], "run")
         folder = (out or default_out(found)).absolute()
         plan, sentence = make_plan(
             found, profile=profile, kl=kl, steps=steps, out=folder, native=native, dry_run=dry_run
