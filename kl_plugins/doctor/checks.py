@@ -157,7 +157,9 @@ def judge_node(node: str, report: dict) -> Iterator[Finding]:
         yield Finding("fail", f"node {node}: {report['error']}", "mend that environment: the head does not run there")
         return
     gradient = report["gradient"]
+    well = report["version"] == kl_plugins.__version__
     if any(abs(a - b) > 1e-6 for a, b in zip(gradient, GRADIENT, strict=True)):
+        well = False
         yield Finding(
             "fail",
             f"node {node}: the head's gradient on a fixed input is {gradient}, not {list(GRADIENT)}",
@@ -165,8 +167,10 @@ def judge_node(node: str, report: dict) -> Iterator[Finding]:
         )
     for name in ("verl", "openrlhf"):
         if report.get(name, "ok") != "ok":
+            well = False
             yield Finding("fail", f"node {node}: {name}: {report[name]}", "see the log of that worker; reinstall there")
-    yield ok(f"node {node}: kl_plugins {report['version']} at {report['path']}, gradient {gradient}")
+    if well:
+        yield ok(f"node {node}: kl_plugins {report['version']} at {report['path']}, gradient {gradient}")
 
 
 def _normal(name: str) -> str:

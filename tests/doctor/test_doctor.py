@@ -58,12 +58,11 @@ def test_installed_framework_fits(name, monkeypatch):
     assert finding.level == "ok", finding.text
 
 
-def metadata(folder, version, files=()):
+def metadata(folder, version, *files):
     info = folder / f"kl_plugins-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kl-plugins\nVersion: {version}\n")
-    if files is not None:
-        (info / "RECORD").write_text("".join(f"{f},,\n" for f in files))
+    (info / "RECORD").write_text("".join(f"{f},,\n" for f in (f"{info.name}/METADATA", *files)))
     return folder
 
 
@@ -75,7 +74,7 @@ def test_two_copies_and_stale_metadata_are_told_apart(tmp_path, monkeypatch):  #
     assert "more than once" in bad[0].text
     assert str(tmp_path / "copy") in bad[0].text
 
-    monkeypatch.syspath_prepend(metadata(tmp_path / "old", "0.0.9", ["kl_plugins/gone.py"]))
+    monkeypatch.syspath_prepend(metadata(tmp_path / "old", "0.0.9", "kl_plugins/gone.py"))
     texts = [f.text for f in checks.copies() if f.level == "fail"]
     assert any("stale metadata" in t and "1 of its files are gone" in t for t in texts)
 
@@ -133,10 +132,11 @@ def two_nodes(tmp_path, bare_python):
 
 
 @pytest.mark.timeout(420)
-def test_two_node_cluster_where_one_node_lacks_the_package(two_nodes):
+def test_two_node_cluster_where_one_node_lacks_the_package(two_nodes, tmp_path):
     address, env = two_nodes
     command = [str(Path(sys.executable).parent / "kl-plugins"), "doctor", "--address", address]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    # Not from the repository: Ray puts the driver's folder on its workers' path, the second node's as well.
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("ok   node ") for line in lines) == 1, done.stdout
@@ -147,11 +147,11 @@ def test_two_node_cluster_where_one_node_lacks_the_package(two_nodes):
 
 
 @pytest.mark.timeout(300)
-def test_local_ray_and_no_cluster():
+def test_local_ray_and_no_cluster(tmp_path):
     command = [str(Path(sys.executable).parent / "kl-plugins"), "doctor"]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     env["KL_PLUGINS_CPU"] = "1" if "openrlhf" in json.dumps(sys.path) else "0"
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all well\n")
     env["RAY_AUTH_MODE"] = "disabled"

@@ -63,7 +63,9 @@ def kl_run(tmp_path):
     def run(*words, env=None) -> Run:
         out = tmp_path / "run"
         argv = [sys.executable, "-m", "kl_plugins.cli", "run", *map(str, words), "--out", str(out)]
-        done = subprocess.run([*argv, "--timeout", "800"], env=env, capture_output=True, text=True, timeout=850)
+        done = subprocess.run(
+            [*argv, "--timeout", "800"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=850
+        )
         return Run(done.returncode, done.stdout + done.stderr, out)
 
     return run

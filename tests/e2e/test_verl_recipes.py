@@ -74,7 +74,7 @@ def test_plugin_that_fails_to_load(kl_run, tmp_path, where):
 def test_interrupt_leaves_no_process(tmp_path):
     out = tmp_path / "run"
     argv = [sys.executable, "-m", "kl_plugins.cli", "run", "verl/grpo_k2", "--profile", "cpu", "--out", str(out)]
-    run = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         deadline = time.monotonic() + 300
         family = []

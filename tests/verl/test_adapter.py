@@ -374,8 +374,10 @@ def test_clipped_group_norm():
         estimate(token_level_rewards=rewards, response_mask=mask, config={"kl_group_norm": {"min": 1}}, index=["a"] * 4)
 
 
-def test_registry_is_filled_in_a_remote_worker():  # case 25
+def test_registry_is_filled_in_a_remote_worker(monkeypatch, tmp_path):  # case 25
     import ray
+
+    monkeypatch.chdir(tmp_path)  # Ray puts the driver's folder on its workers' path: not the repository
 
     @ray.remote
     def probe():
