@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 from collections.abc import Iterator
 
 from kl_plugins.doctor import probe
@@ -20,6 +21,9 @@ def nodes(address: str | None) -> Iterator[Finding]:
         yield Finding("warn", "Ray is not installed: no nodes to ask", "pip install ray, or run on the cluster's head")
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if silent := _silent(address):
+        yield Finding("fail", f"no Ray cluster at {address}: {silent}", _remedy(silent))
+        return
     own = {"num_cpus": 1, "include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
@@ -30,6 +34,18 @@ def nodes(address: str | None) -> Iterator[Finding]:
         yield from _ask(ray)
     finally:
         ray.shutdown()
+
+
+def _silent(address: str) -> str:
+    """Why nothing listens at ``HOST:PORT`` ("" if something does): ray.init would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "local", "auto"
+        return ""
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _ask(ray) -> Iterator[Finding]:
