@@ -51,7 +51,7 @@ class KLEstimator:
     """
 
     name: ClassVar[str] = ""
-    objective: ClassVar[str] = ""
+    objective: ClassVar[str] = "an objective that its class does not state (kl-plugins audit measures it)"
     citation: ClassVar[str] = ""
     vacuous: ClassVar[bool] = False
     unsafe_in_reward: ClassVar[str] = ""

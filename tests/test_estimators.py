@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kl_plugins import KLEstimator, get_estimator, register_estimator, registered_estimators
+from kl_plugins import KLConfig, KLEstimator, get_estimator, register_estimator, registered_estimators
 
 BUILT_IN = ["k1", "k2", "k3", "mse", "none"]
 FINITE = st.floats(min_value=-1e30, max_value=0.0)
@@ -107,6 +107,7 @@ def test_registering():
     register_estimator("test_half")(Half)
     register_estimator("test_half")(Half)  # a module imported twice is harmless
     assert get_estimator("test_half").name == "test_half"
+    assert "descends an objective that its class does not state" in KLConfig(estimator="test_half").describe()
     with pytest.raises(ValueError, match="'k2' is already registered by kl_plugins.estimators.K2"):
         register_estimator("k2")(Half)
     with pytest.raises(ValueError, match="lower-case"):
