@@ -79,7 +79,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "The framework is not a version this package was tested with: install a supported one, or set the switch.",
         ),
         (
-            r"kl_plugins\.verl did not load|without (?:calling|asking) kl_plugins|did not go through kl_plugins|"
+            r"without (?:calling|asking) kl_plugins|did not go through kl_plugins|"
             r"ppo_loss that is not kl_plugins",
             "The KL plugin is not active in the worker: check that this kl-plugins is installed in the framework's "
             "environment and that nothing else replaces the KL loss.",
