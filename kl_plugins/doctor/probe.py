@@ -12,13 +12,11 @@ def probe(verl: bool, openrlhf: bool) -> dict:
         ``python``, and as far as things went ``version``, ``path``, ``gradient`` (of the head on a fixed input),
         ``verl``, ``openrlhf`` ("ok" or what is wrong), ``error`` (why it stopped).
     """
-    import logging
     import platform
     import sys
     import traceback
 
     report = {"python": f"{platform.python_version()} at {sys.executable}"}
-    logging.disable(logging.WARNING)
     try:
         import kl_plugins
 

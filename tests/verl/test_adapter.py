@@ -387,7 +387,7 @@ def test_registry_is_filled_in_a_remote_worker(monkeypatch, tmp_path):  # case 2
 
         return hasattr(losses.ppo_loss, "__kl_plugins__"), "kl_plugins_combined" in core_algos.POLICY_LOSS_REGISTRY
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         assert ray.get(probe.remote(), timeout=120) == (True, True)
     finally:
