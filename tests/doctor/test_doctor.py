@@ -1,6 +1,5 @@
 """The doctor on a real two-node cluster where one node lacks the package, and on broken installations."""
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 import kl_plugins
 from kl_plugins.doctor import checks
 from kl_plugins.doctor.probe import probe
+from kl_plugins.launch.plan import package_folder
 
 PURELIB = Path(sysconfig.get_paths()["purelib"])
 
@@ -150,7 +150,7 @@ def test_two_node_cluster_where_one_node_lacks_the_package(two_nodes, tmp_path):
 def test_local_ray_and_no_cluster(tmp_path):
     command = [str(Path(sys.executable).parent / "kl-plugins"), "doctor"]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    env["KL_PLUGINS_CPU"] = "1" if "openrlhf" in json.dumps(sys.path) else "0"
+    env["KL_PLUGINS_CPU"] = "1" if package_folder("openrlhf") else "0"
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all well\n")
