@@ -1,0 +1,1 @@
+"""Benchmarks: one script an operation; ``python -m benchmarks`` runs them."""
