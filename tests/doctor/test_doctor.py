@@ -131,6 +131,9 @@ def two_nodes(tmp_path, bare_python):
             process.wait(30)
 
 
+@pytest.mark.skipif(
+    PURELIB not in Path(kl_plugins.__file__).parents, reason="an editable install is on every worker's path"
+)
 @pytest.mark.timeout(420)
 def test_two_node_cluster_where_one_node_lacks_the_package(two_nodes, tmp_path):
     address, env = two_nodes
