@@ -68,7 +68,7 @@ class KLConfig:
         for axis, allowed in CHOICES.items():
             value = getattr(self, axis)
             if value not in allowed:
-                raise ValueError(f"kl.{axis}={value!r}: {_nearest(value, allowed)}one of {', '.join(allowed)}")
+                raise ValueError(f"kl.{axis}={value!r}: {nearest(value, allowed)}one of {', '.join(allowed)}")
         get_estimator(self.estimator)
         if self.report is not None:
             get_estimator(self.report)
@@ -162,7 +162,7 @@ class KLConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         for key in mapping:
             if key not in names:
-                raise ValueError(f"unknown key kl.{key}: {_nearest(key, names)}known: {', '.join(names)}")
+                raise ValueError(f"unknown key kl.{key}: {nearest(key, names)}known: {', '.join(names)}")
         return cls(**{str(k): v for k, v in mapping.items()})
 
     def to_mapping(self) -> dict[str, Any]:
@@ -170,6 +170,7 @@ class KLConfig:
         return dataclasses.asdict(self)
 
 
-def _nearest(value: object, names) -> str:
+def nearest(value: object, names) -> str:
+    """``"did you mean 'x'? "``, or ``""`` if none of the names is near."""
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
     return f"did you mean {near[0]!r}? " if near else ""

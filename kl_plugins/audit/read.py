@@ -21,6 +21,7 @@ from kl_plugins.audit.judge import own_in_reward, plugin_loss
 from kl_plugins.config import KLConfig
 from kl_plugins.launch.plan import LaunchError
 from kl_plugins.launch.recipes import Recipe, find_recipe
+from kl_plugins.schedule import read_block
 
 # Group rewards are divided by their group's standard deviation, all advantages by the batch's, or nothing is.
 NORMS = {"group": "of its group's rewards", "batch": "of the batch's advantages", "none": ""}
@@ -157,9 +158,9 @@ def _framework(recipe: Recipe | None, native: list[str]) -> tuple[str, list[str]
 
 
 def make_config(mapping: Mapping[str, Any]) -> KLConfig:
-    """`KLConfig.from_mapping`, its refusals as the audit's."""
+    """The KLConfig of a ``kl`` block, its refusals as the audit's."""
     try:
-        return KLConfig.from_mapping(mapping)
+        return read_block(mapping)[0]
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error)) from error
 

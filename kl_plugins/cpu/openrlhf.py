@@ -16,7 +16,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from kl_plugins.openrlhf.post_import import after_import
+from kl_plugins.post_import import after_import
 
 FLASH_ATTN = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
 

@@ -67,18 +67,21 @@ def cache_dir() -> Path:
 def _describe(plan: Plan) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's remarks about packages beside it
-        from kl_plugins.config import KLConfig  # torch comes with it: not before there is something to check
+        from kl_plugins.schedule import (  # torch comes with it: not before there is something to check
+            describe,
+            read_block,
+        )
 
     try:
         try:
-            return KLConfig.from_mapping(plan.kl).describe()
+            return describe(*read_block(plan.kl))
         except ValueError:
             theirs = [m for m in plan.env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if "kl_plugins" not in m]
             if not any(theirs):
                 raise
         for module in theirs:  # an estimator of the user's own may be registered there
             import_module(module)
-        return KLConfig.from_mapping(plan.kl).describe()
+        return describe(*read_block(plan.kl))
     except (ValueError, TypeError, ImportError) as error:
         raise LaunchError(str(error)) from error
 

@@ -14,9 +14,6 @@ their names, and in the driver a wrapped method would no longer be what its name
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,10 +26,10 @@ from torch import Tensor
 
 from kl_plugins.config import KLConfig
 from kl_plugins.drift import check
-from kl_plugins.openrlhf import hook
 from kl_plugins.openrlhf.known import EXPERIENCE_MAKER, PPO_ACTOR, PPO_TRAINER
-from kl_plugins.openrlhf.settings import Settings
+from kl_plugins.openrlhf.settings import Settings, version
 from kl_plugins.openrlhf.terms import StepKL, normalised, reward_config, reward_kl, take_largest
+from kl_plugins.schedule import describe
 
 
 @dataclass
@@ -47,11 +44,6 @@ class _Rollout:
 _step: ContextVar[StepKL | None] = ContextVar("kl_plugins_step", default=None)
 _rollout: ContextVar[_Rollout | None] = ContextVar("kl_plugins_rollout", default=None)
 _norm: ContextVar[Callable[[list[Any]], None] | None] = ContextVar("kl_plugins_norm", default=None)
-
-
-def version() -> str:
-    """The installed OpenRLHF's version."""
-    return importlib.metadata.version("openrlhf")
 
 
 def check_all() -> None:
@@ -89,12 +81,6 @@ def into_experience_maker(module: ModuleType) -> None:
     _wrap(maker, "__init__", _maker_init)
     _wrap(maker, "make_experience", _make_experience)
     _wrap(maker, "compute_advantages_and_returns", _advantages)
-
-
-def into_ppo_trainer(module: ModuleType) -> None:
-    """Write each step's scalars to the file that KL_PLUGINS_METRICS names, beside OpenRLHF's own loggers."""
-    check("openrlhf", version(), PPO_TRAINER)
-    _wrap(module.BasePPOTrainer, "save_logs_and_checkpoints", _save_logs)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -166,7 +152,7 @@ def _maker_init(stock: Callable) -> Callable:
         stock(self, *args, **kwargs)
         settings = Settings.of(self.args)  # refused here, because the models are loaded after this
         if settings.kl is not None:
-            print(f"kl_plugins: {settings.kl.describe()}", flush=True)
+            print(f"kl_plugins: {describe(settings.kl, settings.schedule)}", flush=True)
 
     return __init__
 
@@ -251,23 +237,3 @@ def _pretending(maker: Any, estimator: str) -> Iterator[None]:
         yield
     finally:
         maker.advantage_estimator = maker.args.algo.advantage.estimator = before
-
-
-def _save_logs(stock: Callable) -> Callable:
-    def save_logs_and_checkpoints(
-        self: Any, global_step: int, logs_dict: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        path = os.environ.get(hook.METRICS)
-        if path:
-            with open(path, "a") as file:
-                file.write(json.dumps(step_record(global_step, logs_dict or {})) + "\n")
-        stock(self, global_step, logs_dict, *args, **kwargs)
-
-    return save_logs_and_checkpoints
-
-
-def step_record(step: int, logs: dict[str, Any]) -> dict[str, float]:
-    """One line of metrics.jsonl: every scalar under OpenRLHF's name, and the four that both frameworks share."""
-    scalars = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
-    shared = {"reward": "rollout/reward_mean", "kl": "kl", "pg_loss": "policy_loss", "seconds": "timing/step_total"}
-    return {"step": step, **scalars, **{ours: scalars[theirs] for ours, theirs in shared.items() if theirs in scalars}}

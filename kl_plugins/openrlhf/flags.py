@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from kl_plugins.config import CHOICES, KLConfig
 from kl_plugins.openrlhf.hook import CONFIG
 from kl_plugins.openrlhf.settings import Settings
+from kl_plugins.schedule import KINDS, PARTS, read_block
 
 PLUGIN = "algo.kl.plugin."
 ESTIMATOR, USE_LOSS = "algo.kl.estimator", "algo.kl.use_loss"
@@ -33,6 +34,16 @@ HELP = {
     "coefficient_bound": "smooth bound of the coefficient",
     "check_finite": "refuse non-finite log-probabilities",
     "allow_vacuous": "accept a combination that is known not to regularise",
+    "controller.kind": "how the coefficient moves from --algo.kl.init_coef",
+    "controller.target": "KL it is moved towards, nats a token",
+    "controller.horizon": "ziegler: responses over which an error of 20 %% moves it by 20 %%",
+    "controller.gain": "log: largest change of its logarithm in a step",
+    "controller.decay": "log: what the KL's moving average keeps of itself each step",
+    "controller.beta_min": "its lower bound",
+    "controller.beta_max": "its upper bound",
+    "reference.reset_every": "the reference becomes the policy after every so many steps",
+    "reference.reset_when_kl_above": "and after a step with more KL, nats a token",
+    "reference.reset_optimizer": "the optimiser's moments are forgotten then",
 }
 
 
@@ -54,6 +65,17 @@ def add(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*spellings, choices=CHOICES[name], **options)
         else:
             group.add_argument(*spellings, type=float, metavar="X", **options)
+    for part, cls in PARTS.items():
+        for field in dataclasses.fields(cls):
+            name = f"{part}.{field.name}"
+            options = dict(dest=PLUGIN + name, default=argparse.SUPPRESS, help=f"{HELP[name]} ({field.default})")
+            if isinstance(field.default, bool):
+                options |= dict(type=_boolean, nargs="?", const=True, metavar="true|false")
+            elif field.name == "kind":
+                options |= dict(choices=KINDS)
+            else:
+                options |= dict(type=int if field.name == "reset_every" else float, metavar="X")
+            group.add_argument(f"--kl_{name}", **options)
     for bound in ("std_min", "std_max"):
         group.add_argument(
             f"--algo.advantage.{bound}", type=float, metavar="X", help="bound of group_norm's standard deviation (79)"
@@ -112,7 +134,13 @@ def _settle(namespace: argparse.Namespace, their_default: str) -> None:
             raise ValueError(
                 f"--kl_placement reward and --{USE_LOSS} put the KL in two places: drop one. KL in both is refused"
             )
-        config = KLConfig.from_mapping({**given, "estimator": ours or typed or ("k1" if in_reward else "k2")})
+        block = {name: value for name, value in given.items() if "." not in name}
+        block["estimator"] = ours or typed or ("k1" if in_reward else "k2")
+        for name, value in given.items():
+            part, dot, key = name.partition(".")
+            if dot:
+                block.setdefault(part, {})[key] = value
+        config, _ = read_block(block)
         for name, value in config.to_mapping().items():
             setattr(namespace, PLUGIN + name, value)
         setattr(namespace, USE_LOSS, not in_reward)

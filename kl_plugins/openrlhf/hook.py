@@ -12,7 +12,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from kl_plugins.openrlhf.post_import import after_import
+from kl_plugins.post_import import after_import
 
 HOOK = "kl_plugins.openrlhf.hook.setup"
 CONFIG = "KL_PLUGINS_CONFIG"
@@ -68,9 +68,9 @@ def _into_experience_maker(module: ModuleType) -> None:
 
 
 def _into_ppo_trainer(module: ModuleType) -> None:
-    from kl_plugins.openrlhf import adapter
+    from kl_plugins.openrlhf import trainer
 
-    adapter.into_ppo_trainer(module)
+    trainer.into_ppo_trainer(module)
 
 
 def worker_report() -> dict[str, Any]:

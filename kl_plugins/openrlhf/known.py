@@ -78,9 +78,28 @@ EXPERIENCE_MAKER = (
 
 PPO_TRAINER = (
     Wrapped(
+        "openrlhf.trainer.ppo_trainer:BasePPOTrainer.__init__",
+        signature="self, strategy, actor_model_group, critic_model_group, reward_model_group, reference_model_group, "
+        "vllm_engines, tokenizer",
+        returns="None",
+        sources={"0.11.2": "87e9cd9475b4b91fbc7107cd9446d2a11526b5a45a242966ce0cec4a2310e0b1"},
+    ),
+    Wrapped(
+        "openrlhf.trainer.ppo_trainer:BasePPOTrainer.train_step",
+        signature="self, rollout_samples, global_step",
+        returns="status, global_step; status has the actor's means, kl/sampled among them",
+        sources={"0.11.2": "82f2cc733e64f4a44727a3c116e999b6d516805476c30549621d840d4e3ba762"},
+    ),
+    Wrapped(
         "openrlhf.trainer.ppo_trainer:BasePPOTrainer.save_logs_and_checkpoints",
         signature="self, global_step, logs_dict=None, client_states=None",
         returns="None",
         sources={"0.11.2": "0ea42915023820ea4d98178002e8345e27507fc345215ed3b920837c99b101cf"},
+    ),
+    Wrapped(
+        "openrlhf.trainer.ppo_trainer:BasePPOTrainer.init_checkpoint_states",
+        signature="self",
+        returns="client state of the checkpoint, or zeros",
+        sources={"0.11.2": "a4040b46b5ffd2835ab88890a24bdb4d320a753a1ca82f5f5874a8e2930e8314"},
     ),
 )

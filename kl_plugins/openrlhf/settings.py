@@ -2,16 +2,30 @@
 
 `kl-openrlhf` puts its flags into ``args.algo.kl.plugin`` and ``args.algo.advantage.std_min/std_max``, which OpenRLHF
 carries to every actor. OpenRLHF started without it takes ``KL_PLUGINS_CONFIG``, a JSON object with the keys of KLConfig
-and, if wanted, ``std_min`` and ``std_max``: ``{"estimator": "k2", "correction": "clip"}``.
+(``controller`` and ``reference`` among them) and, if wanted, ``std_min`` and ``std_max``:
+``{"estimator": "k2", "correction": "clip"}``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.metadata
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from kl_plugins.config import KLConfig
 from kl_plugins.openrlhf.hook import CONFIG, read_config
+from kl_plugins.schedule import Schedule, read_block
+
+
+def version() -> str:
+    """The installed OpenRLHF's version."""
+    return importlib.metadata.version("openrlhf")
+
+
+def as_mapping(namespace: Any) -> dict[str, Any]:
+    """OpenRLHF's nested namespace as nested dictionaries."""
+    return {k: as_mapping(v) if isinstance(v, SimpleNamespace) else v for k, v in vars(namespace).items()}
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,7 @@ class Settings:
     """``kl`` is None where OpenRLHF's own KL is to stay; ``std_min``, ``std_max`` bound group_norm's std (79)."""
 
     kl: KLConfig | None = None
+    schedule: Schedule = field(default_factory=Schedule)
     std_min: float | None = None
     std_max: float | None = None
 
@@ -37,12 +52,12 @@ class Settings:
             ValueError: they contradict themselves, or what OpenRLHF is told to do.
         """
         plugin = getattr(args.algo.kl, "plugin", None)
-        mapping = vars(plugin) if plugin is not None else read_config()
+        mapping = as_mapping(plugin) if plugin is not None else read_config()
         where = "the --kl_* flags" if plugin is not None else CONFIG
         std = {name: getattr(args.algo.advantage, name, None) for name in ("std_min", "std_max")}
         if plugin is None:
             std = {name: mapping.pop(name, value) for name, value in std.items()}
-        settings = cls(kl=KLConfig.from_mapping(mapping) if mapping else None, **std)
+        settings = cls(*read_block(mapping), **std) if mapping else cls(**std)
         settings._check(args, where)
         return settings
 
@@ -72,3 +87,37 @@ class Settings:
                 f"--algo.kl.init_coef={args.algo.kl.init_coef} starts no reference model, so {where} would regularise "
                 "nothing: give a positive coefficient, or drop the KL settings"
             )
+        self._check_schedule(args, where)
+
+    def _check_schedule(self, args: Any, where: str) -> None:
+        native = args.algo.kl
+        if native.target is not None and not (native.target > 0 and native.horizon > 0):
+            raise ValueError(
+                f"--algo.kl.target={native.target}, --algo.kl.horizon={native.horizon}: OpenRLHF's adaptive controller "
+                "divides by both, and takes a target of 0 for none: give positive ones, or leave the target out"
+            )
+        if self.schedule.constant:
+            return
+        if not native.init_coef > 0:
+            raise ValueError(
+                f"--algo.kl.init_coef={native.init_coef} starts no reference model, so the controller and reference "
+                f"resets of {where} would do nothing: give a positive coefficient, or drop them"
+            )
+        self.schedule.start(native.init_coef)
+        if self.schedule.controller.kind != "fixed" and native.target is not None:
+            raise ValueError(
+                f"--algo.kl.target={native.target} and kl.controller.kind={self.schedule.controller.kind} are two "
+                "controllers of one coefficient: drop one"
+            )
+        if not self.schedule.reference.resets:
+            return
+        for flag, value, least in (
+            ("ds.lora.rank", args.ds.lora.rank, 0),
+            ("ds.tensor_parallel_size", args.ds.tensor_parallel_size, 1),
+            ("ds.load_in_4bit", args.ds.load_in_4bit, 0),
+        ):
+            if value > least:
+                raise ValueError(
+                    f"kl.reference resets copy the policy's weights into the reference one to one, which --{flag} "
+                    f"{value} rules out: drop one of the two"
+                )

@@ -4,12 +4,14 @@
 - ``kl_penalty``: returns :func:`kl_plugins.kl_head`'s matrix; verl aggregates, scales by ``kl_loss_coef`` and logs.
 - ``validate_config``: refuses, in the driver, combinations that would not be what they say.
 - ``Tracking.log``: verl prefixes a worker's metrics with ``actor/``; ours are logged as ``kl/``.
+- ``PPOTrainer``: see :mod:`kl_plugins.verl.trainer`.
 
 Shapes: ``[B, T]`` padded responses, as verl has them inside its loss.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
@@ -21,8 +23,10 @@ import verl
 import verl.utils.config
 import verl.utils.tracking
 import verl.workers.utils.losses as losses
+from omegaconf import OmegaConf
 from torch import Tensor
 from verl.trainer.ppo import core_algos
+from verl.utils import tensordict_utils
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -31,7 +35,10 @@ from kl_plugins.config import KLConfig
 from kl_plugins.estimators import get_estimator
 from kl_plugins.head import combined_advantages, kl_head
 from kl_plugins.metrics import kl_metrics
+from kl_plugins.post_import import after_import
+from kl_plugins.schedule import describe, read_block
 from kl_plugins.shaping import group_norm
+from kl_plugins.verl import trainer
 from kl_plugins.verl.config import COMBINED_LOSS, KL_TYPE
 
 log = logging.getLogger("kl_plugins")
@@ -133,6 +140,9 @@ def _wrap_ppo_loss(original):
         kl = _kl_config(config)
         if kl is None:
             return original(config, model_output, data, dp_group)
+        beta = tensordict_utils.get_non_tensor_data(data, trainer.BETA, None)
+        if beta is not None:
+            config = _with_beta(config, beta)
         batch = _columns(data, kl)
         _check_actor(config, kl, batch)
         token = _IN_FLIGHT.set(batch)
@@ -152,6 +162,13 @@ def _wrap_ppo_loss(original):
         return loss, metrics
 
     return ppo_loss
+
+
+def _with_beta(config, beta: float):
+    """The actor's configuration, frozen by verl, with the controller's ``kl_loss_coef``."""
+    config = copy.copy(config)
+    object.__setattr__(config, "kl_loss_coef", beta)
+    return config
 
 
 def _wrap_kl_penalty(original):
@@ -265,7 +282,9 @@ def _wrap_validate_config(original):
                     f"algorithm.kl_penalty={config.algorithm.kl_penalty!r} and kl.estimator={kl.estimator!r} differ; "
                     f"set algorithm.kl_penalty={names[0]}"
                 )
-        print(f"[kl_plugins] {kl.describe()}", flush=True)
+        trainer.check(config)
+        block = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss.kl, resolve=True)
+        print(f"[kl_plugins] {describe(*read_block(block))}", flush=True)
 
     return validate_config
 
@@ -324,6 +343,7 @@ def install() -> None:
     _rebind(core_algos.kl_penalty, _wrap_kl_penalty)
     _rebind(verl.utils.config.validate_config, _wrap_validate_config)
     verl.utils.tracking.Tracking.log = _marked(_wrap_tracking_log(verl.utils.tracking.Tracking.log))
+    after_import("verl.trainer.ppo.v1.trainer_base", trainer.into_trainer)
 
 
 def guard_worker() -> None:

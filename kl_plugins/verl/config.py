@@ -9,6 +9,7 @@ from typing import Any
 from verl.workers.config import PolicyLossConfig
 
 from kl_plugins.config import KLConfig
+from kl_plugins.schedule import read_block
 
 COMBINED_LOSS = "kl_plugins_combined"
 KL_TYPE = "kl_plugins"  # the kl_loss_type of a configured actor; verl alone refuses it
@@ -19,22 +20,23 @@ class KLPolicyLossConfig(PolicyLossConfig):
     """verl's policy loss configuration plus one regulariser.
 
     Attributes:
-        kl: a mapping of :class:`kl_plugins.KLConfig`'s axes, kept as a KLConfig.
+        kl: a mapping of :class:`kl_plugins.KLConfig`'s axes, kept as a KLConfig, and of its ``controller`` and
+            ``reference``, which are verl's trainer's business (:mod:`kl_plugins.verl.trainer`).
         combined_loss_mode: the policy loss that receives the combined advantages; filled from ``loss_mode``.
 
     Raises:
-        ValueError: an axis of ``kl`` is unknown or the combination is refused by KLConfig.
+        ValueError: a key of ``kl`` is unknown or the combination is refused.
     """
 
     kl: Any = field(default_factory=dict)
     combined_loss_mode: str = ""
 
     def __post_init__(self):
-        # verl freezes its fields after construction; these two are derived while constructing.
+        # verl freezes its fields after construction; these are derived while constructing.
         if not isinstance(self.kl, KLConfig):
             if not isinstance(self.kl, Mapping):
                 raise ValueError(f"policy_loss.kl={self.kl!r} must be a mapping such as {{estimator: k2}}")
-            object.__setattr__(self, "kl", KLConfig.from_mapping(self.kl))
+            object.__setattr__(self, "kl", read_block(self.kl)[0])
         if self.kl.form == "combined" and self.kl.placement == "loss" and self.loss_mode != COMBINED_LOSS:
             object.__setattr__(self, "combined_loss_mode", self.loss_mode)
             object.__setattr__(self, "loss_mode", COMBINED_LOSS)

@@ -45,6 +45,22 @@ def test_old_spellings(parser):
     assert values[flags.USE_LOSS] is True
 
 
+def test_the_schedule_travels_with_the_rest(parser):
+    typed = ["--kl_controller.kind", "log", "--kl_controller.target", "0.1", "--kl_reference.reset_every", "50"]
+    values = parse(parser, *typed, "--kl_reference.reset_optimizer")
+    assert values["algo.kl.plugin.estimator"] == "k2"
+    assert values["algo.kl.plugin.controller.kind"] == "log"
+    assert values["algo.kl.plugin.controller.target"] == 0.1
+    assert values["algo.kl.plugin.reference.reset_every"] == 50
+    assert values["algo.kl.plugin.reference.reset_optimizer"] is True
+    block = {"controller": {"kind": "log", "target": 0.1}, "reference": {"reset_every": 50, "reset_optimizer": True}}
+    assert words({"kl": block}) == [*typed, "--kl_reference.reset_optimizer", "true"]
+    with pytest.raises(ValueError, match="kl.controller.taget: no such flag of OpenRLHF: did you mean kl.controller.t"):
+        words({"kl": {"controller": {"taget": 0.1}}})
+    with pytest.raises(ValueError, match=r"kl.controller.target=None must be > 0"):
+        parse(parser, "--kl_controller.kind", "ziegler")
+
+
 def test_placement_decides(parser):
     values = parse(parser, "--kl_correction", "clip")
     assert (values["algo.kl.plugin.estimator"], values[flags.USE_LOSS]) == ("k2", True)

@@ -31,7 +31,7 @@ def test_apply_check_revert(target):
     assert "not patched" in patch.check(target)
     assert "is now patched" in patch.apply(target)
     after = files(target)
-    assert sum(before[path] != after[path] for path in before) == 3
+    assert sum(before[path] != after[path] for path in before) == 4
     assert patch.check(target).endswith("0.11.2, patched")
     assert "nothing done" in patch.apply(target)
     assert files(target) == after
@@ -81,3 +81,17 @@ def test_the_hook_refuses_a_patched_source(target):
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "carries the source patch of kl_plugins" in done.stderr
+
+
+def test_the_patched_trainer_has_the_schedule(target):
+    patch.apply(target)
+    code = (
+        "from kl_plugins.cpu import openrlhf\nopenrlhf.install()\n"
+        "from openrlhf.trainer import ppo_trainer as m\n"
+        "print(m.__file__, m.BasePPOTrainer.train_step._kl_plugins)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(target)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1].split() == [str(target / "openrlhf" / "trainer" / "ppo_trainer.py"), "True"], (
+        done.stderr
+    )

@@ -71,7 +71,7 @@ def test_another_hook_is_refused():
 
 
 def test_after_import_runs_late_and_once(tmp_path, monkeypatch):
-    from kl_plugins.openrlhf.post_import import after_import
+    from kl_plugins.post_import import after_import
 
     (tmp_path / "kl_late.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -92,7 +92,7 @@ def test_after_import_runs_late_and_once(tmp_path, monkeypatch):
 
 
 def test_a_failing_action_fails_the_import(tmp_path, monkeypatch):
-    from kl_plugins.openrlhf.post_import import after_import
+    from kl_plugins.post_import import after_import
 
     def action(module):
         raise ImportError("not with me")
@@ -127,9 +127,13 @@ print("imported")
 
 
 def arguments(**kl):
-    native = dict(use_loss=True, unbiased_gradient=False, init_coef=0.1) | kl
+    native = dict(use_loss=True, unbiased_gradient=False, init_coef=0.1, target=None, horizon=10000) | kl
+    ds = SimpleNamespace(lora=SimpleNamespace(rank=kl.get("lora", 0)), tensor_parallel_size=1, load_in_4bit=False)
     advantage = SimpleNamespace(estimator="group_norm")
-    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(**native), advantage=advantage))
+    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(**native), advantage=advantage), ds=ds)
+
+
+LOG = {"kind": "log", "target": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +145,13 @@ def arguments(**kl):
         ({"estimator": "k2"}, {"init_coef": 0.0}, "starts no reference model"),
         ({"estimater": "k2"}, {}, "did you mean 'estimator'"),
         ({"estimator": "k1"}, {}, "pure noise"),
+        ({"estimator": "k2"}, {"target": 0.0}, "algo.kl.target=0.0, .* takes a target of 0 for none"),  # case 22
+        ({"estimator": "k2"}, {"target": 0.1, "horizon": 0}, "algo.kl.horizon=0"),
+        ({"estimator": "k2", "controller": LOG}, {"target": 0.1}, "two controllers of one coefficient"),
+        ({"estimator": "k2", "controller": LOG}, {"init_coef": 11.0}, "beta starts at 11.0, outside"),
+        ({"estimator": "none", "reference": {"reset_every": 2}}, {"init_coef": 0.0}, "starts no reference model"),
+        ({"estimator": "k2", "reference": {"reset_every": 2}}, {"lora": 8}, "--ds.lora.rank 8 rules out"),
+        ({"estimator": "k2", "reference": {"reset_each": 2}}, {}, "did you mean 'reset_every'"),
     ],
 )
 def test_variable_that_contradicts_openrlhf(monkeypatch, config, native, says):
@@ -153,11 +164,15 @@ def test_variable_that_contradicts_openrlhf(monkeypatch, config, native, says):
 
 def test_variable(monkeypatch):
     from kl_plugins.openrlhf.settings import Settings
+    from kl_plugins.schedule import Controller, Reference, Schedule
 
     assert Settings.of(arguments()) == Settings()
     monkeypatch.setenv(hook.CONFIG, '{"estimator": "k3", "std_min": 0.1}')
     settings = Settings.of(arguments())
     assert (settings.kl.estimator, settings.std_min, settings.std_max) == ("k3", 0.1, None)
+    block = {"estimator": "k2", "controller": LOG, "reference": {"reset_every": 3}}
+    monkeypatch.setenv(hook.CONFIG, json.dumps(block))
+    assert Settings.of(arguments()).schedule == Schedule(Controller("log", 0.1), Reference(3))
     monkeypatch.setenv(hook.CONFIG, '{"std_max": 2.0}')
     assert Settings.of(arguments()) == Settings(std_max=2.0)
     wrong = arguments()
