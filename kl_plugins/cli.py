@@ -88,6 +88,13 @@ def run(
             metavar="SECONDS",
         ),
     ] = None,
+    save_every: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--save-every", help="Write a checkpoint after every so many steps.", min=1, metavar="N"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, with the KL's own state.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the framework's own command and stop.")] = False,
     kl_estimator: axes.Estimator = None,
     kl_report: axes.Report = None,
@@ -111,9 +118,19 @@ def run(
     try:
         found = find_recipe(recipe)
         axes.refuse_misspelt(native or [], "run")
+        if resume and out is None:
+            raise LaunchError("--resume needs --out, the folder of the run that is to go on")
         folder = (out or default_out(found)).absolute()
         plan, sentence = make_plan(
-            found, profile=profile, kl=kl, steps=steps, out=folder, native=native, dry_run=dry_run
+            found,
+            profile=profile,
+            kl=kl,
+            steps=steps,
+            out=folder,
+            native=native,
+            dry_run=dry_run,
+            save_every=save_every,
+            resume=resume,
         )
         if dry_run:
             typer.echo(plan.shell())
@@ -124,7 +141,7 @@ def run(
         console.print(f"log: {folder / 'log.txt'}", highlight=False, markup=False, soft_wrap=True)
         if stall is None:
             stall = 600 if profile == "cpu" else 3600
-        code = execute(plan, title, folder, timeout=timeout, stall=stall, console=console)
+        code = execute(plan, title, folder, timeout=timeout, stall=stall, console=console, resume=resume)
     except LaunchError as error:
         typer.echo(f"refused: {error}", err=True)
         raise typer.Exit(REFUSED) from error

@@ -31,26 +31,38 @@ class JsonLines:
 
 
 class Recorder:
-    """Turns metric records into rows, keeps them, and writes each to ``metrics.jsonl`` as it comes."""
+    """Turns metric records into rows, keeps them, and writes each to ``metrics.jsonl`` as it comes.
+
+    Where the file holds rows of a run that is resumed, they stay up to the step with which it goes on.
+    """
 
     def __init__(self, poll: Callable[[], list[dict[str, Any]]], names: Mapping[str, tuple[str, ...]], path: Path):
         self.poll = poll
         self.names = names
         self.path = path
-        self.rows: list[dict[str, Any]] = []  # training steps
         path.touch()
+        self.rows = read_rows(path)  # training steps
+        self.resumed = bool(self.rows)
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Rows of the training steps that ended since the last call. Validation alone is written, but is no step."""
-        fresh = []
+        fresh, records = [], self.poll()
+        if records and self.resumed:
+            self._cut(int(records[0]["step"]))
         with open(self.path, "a") as file:
-            for record in self.poll():
+            for record in records:
                 row = step_row(record, self.names)
                 file.write(json.dumps(row) + "\n")
                 if row["pg_loss"] is not None:
                     fresh.append(row)
         self.rows += fresh
         return fresh
+
+    def _cut(self, step: int) -> None:
+        """Drop the rows from ``step`` on: they are being made again."""
+        lines = [line for line in self.path.read_text().splitlines() if json.loads(line)["step"] < step]
+        self.path.write_text("".join(f"{line}\n" for line in lines))
+        self.rows, self.resumed = read_rows(self.path), False
 
 
 def step_row(record: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

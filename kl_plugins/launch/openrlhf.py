@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kl_plugins.launch.metrics import JsonLines
-from kl_plugins.launch.plan import LaunchError, Plan, environ, package_folder
+from kl_plugins.launch.plan import LaunchError, Plan, environ, fresh, package_folder
 from kl_plugins.launch.recipes import Recipe
 
 NAMES = {name: (name,) for name in ("reward", "kl", "pg_loss", "seconds")}  # the adapter writes them so
@@ -26,6 +26,8 @@ def plan(
     native: list[str],
     data: Path,
     dry_run: bool = False,
+    save_every: int | None = None,
+    resume: bool = False,
 ) -> Plan:
     """The run of `recipe` under OpenRLHF; arguments as for verl, but `native` are flags, or ``a.b.c=value``.
 
@@ -44,12 +46,13 @@ def plan(
         from kl_plugins.cpu import OPENRLHF_ENV
 
         env |= OPENRLHF_ENV | {"KL_PLUGINS_CPU_DATA": str(data)}
-    lines = out / "openrlhf_metrics.jsonl"
+    lines = fresh(out / "openrlhf_metrics.jsonl")
     # A Ray of its own, whatever else runs on this machine.
     env |= {"RAY_ADDRESS": "local", "KL_PLUGINS_METRICS": str(lines)}
     typed = {axis: _scalar(value) for axis, value in kl.items()}
     places = {"output_dir": str(out / "model"), "path": str(out / "checkpoints")}
-    settings = merge(settings, {"kl": typed, "ckpt": places})
+    saving = {"save_steps": save_every} if save_every else {}
+    settings = merge(settings, {"kl": typed, "ckpt": places | saving | ({"load_enable": True} if resume else {})})
     if not any(value is not None for value in settings["kl"].values()):
         raise LaunchError(f"{recipe.name} has no `kl` block, so OpenRLHF's own KL would train; see recipes/openrlhf")
     try:
@@ -66,6 +69,7 @@ def plan(
         kl=resolved["kl"],
         poll=JsonLines(lines).poll,
         names=NAMES,
+        latest=Path(resolved["ckpt"]["path"]) / "_actor" / "latest",
         steps=steps,
         prepare=[sys.executable, "-m", "kl_plugins.cpu.addition", str(data)] if profile == "cpu" else None,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ class Plan:
         kl: the KL block of that configuration.
         poll: gives the metric records that appeared since its last call, each ``{"step": n, name: scalar, ...}``.
         names: the framework's names for reward, kl, pg_loss and seconds, in order of preference.
+        latest: the file in which the framework names its last checkpoint, once there is one.
         steps: how many steps the run should make, or None if only the framework knows.
         prepare: command to run first, or None; it must be safe to repeat.
     """
@@ -38,6 +40,7 @@ class Plan:
     kl: dict[str, Any]
     poll: Callable[[], list[dict[str, Any]]]
     names: dict[str, tuple[str, ...]]
+    latest: Path
     steps: int | None = None
     prepare: list[str] | None = None
 
@@ -53,6 +56,12 @@ def package_folder(name: str) -> Path | None:
     spec = importlib.util.find_spec(name)
     # A mere folder of that name on the path (tests/verl) has no origin.
     return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def fresh(path: Path) -> Path:
+    """`path`, or where there is such a file already, the first of ``name.1.ext``, ``name.2.ext``, … that is free."""
+    names = (path.with_suffix(f".{n}{path.suffix}") for n in itertools.count(1))
+    return next(name for name in itertools.chain([path], names) if not name.exists())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rich.table import Table
 from kl_plugins import __version__
 from kl_plugins.launch.diagnose import diagnose
 from kl_plugins.launch.metrics import Recorder, regularised_by_us
-from kl_plugins.launch.plan import LaunchError, Plan
+from kl_plugins.launch.plan import LaunchError, Plan, fresh
 from kl_plugins.launch.process import Ended, supervise
 from kl_plugins.launch.recipes import Recipe
 
@@ -39,6 +39,8 @@ def make_plan(
     out: Path,
     native: list[str] | None = None,
     dry_run: bool = False,
+    save_every: int | None = None,
+    resume: bool = False,
 ) -> tuple[Plan, str]:
     """What would be run, and one sentence on what it descends.
 
@@ -55,7 +57,13 @@ def make_plan(
         native=list(native or []),
         data=cache_dir() / "addition",
         dry_run=dry_run,
+        save_every=save_every,
+        resume=resume,
     )
+    if resume and not dry_run and not plan.latest.exists():
+        raise LaunchError(
+            f"--resume: no checkpoint in {plan.latest.parent}: check --out, or drop --resume to start anew"
+        )
     return plan, _describe(plan)
 
 
@@ -86,21 +94,27 @@ def _describe(plan: Plan) -> str:
         raise LaunchError(str(error)) from error
 
 
-def execute(plan: Plan, title: str, out: Path, *, timeout: float, stall: float, console: Console) -> int:
+def execute(
+    plan: Plan, title: str, out: Path, *, timeout: float, stall: float, console: Console, resume: bool = False
+) -> int:
     """Run `plan` in the folder `out`, showing each step on `console`; returns the exit code.
 
-    Leaves ``config.yaml``, ``log.txt``, ``metrics.jsonl`` and, after at least one step, ``report.png``.
+    Leaves ``config.yaml``, ``log.txt``, ``metrics.jsonl`` and, after at least one step, ``report.png``. With `resume`
+    ``metrics.jsonl`` goes on from the first step that is made again, and the log so far becomes ``log.1.txt``.
 
     Raises:
-        LaunchError: `out` holds a run already.
+        LaunchError: `out` holds a run already, and this is not its resumption.
     """
     log = out / "log.txt"
-    if (out / "metrics.jsonl").exists():
-        raise LaunchError(f"{out} holds a run already: name another folder with --out, or remove that one")
+    if (out / "metrics.jsonl").exists() and not resume:
+        raise LaunchError(f"{out} holds a run already: go on with --resume, or name another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
+    if log.exists():
+        log.rename(fresh(log))
     head = [f"kl-plugins {__version__}, resolved. The framework's own command:", *plan.shell().splitlines()]
     (out / "config.yaml").write_text("".join(f"# {line}\n" for line in head) + plan.config)
     recorder = Recorder(plan.poll, plan.names, out / "metrics.jsonl")
+    first = True
     with _status(console) as show:
         if plan.prepare:
             show("making the demo's model and data (about 20 s, once)")
@@ -111,11 +125,13 @@ def execute(plan: Plan, title: str, out: Path, *, timeout: float, stall: float, 
 
         def tick() -> bool:
             rows = recorder.new_rows()
+            nonlocal first
             for row in rows:
-                if row is recorder.rows[0]:
+                if first:
                     console.print("    step     reward         kl    pg loss  seconds", style="bold")
+                    first = False
                 console.print(step_line(row, plan.steps), highlight=False)
-            show("training" if recorder.rows else f"starting Ray, models and vLLM, {time.monotonic() - begin:.0f} s")
+            show(f"starting Ray, models and vLLM, {time.monotonic() - begin:.0f} s" if first else "training")
             return bool(rows)
 
         ended = supervise(plan.argv, plan.env, log, tick, timeout=timeout, stall=stall)
@@ -170,6 +186,8 @@ def _finish(plan: Plan, ended: Ended, recorder: Recorder, title: str, out: Path,
             if cause.first:
                 say("the log's first error", cause.first)
             say("to do", cause.remedy)
+        if plan.latest.exists():
+            say("to go on", f"--resume --out {out} (last checkpoint: {plan.latest.read_text().strip()})", "bold")
         say("log", out / "log.txt", "bold")
     else:
         say("done", f"{ended.seconds:.0f} s; report.png, metrics.jsonl, config.yaml, log.txt in {out}", "bold green")

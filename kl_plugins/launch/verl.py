@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from kl_plugins.launch.metrics import JsonLines
-from kl_plugins.launch.plan import LaunchError, Plan, environ, nearest, nearest_key, package_folder
+from kl_plugins.launch.plan import LaunchError, Plan, environ, fresh, nearest, nearest_key, package_folder
 from kl_plugins.launch.recipes import Recipe, recipes_dir
 
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -38,6 +38,8 @@ def plan(
     native: list[str],
     data: Path,
     dry_run: bool = False,
+    save_every: int | None = None,
+    resume: bool = False,
 ) -> Plan:
     """The run of `recipe` under verl, with its files in `out`; the caller's `native` overrides come last and win.
 
@@ -50,6 +52,8 @@ def plan(
         native: Hydra overrides.
         data: where the CPU profile's model and data are, or are to be made.
         dry_run: nothing will be started here; the data files may be elsewhere.
+        save_every: write a checkpoint after every so many steps.
+        resume: go on from the last checkpoint in `out`.
 
     Raises:
         LaunchError: verl is not installed, or the configuration does not compose.
@@ -72,10 +76,15 @@ def plan(
         env |= VERL_ENV | {"KL_PLUGINS_CPU_DATA": str(data)}
     env[MODULES] = _modules(env.get(MODULES, "kl_plugins.verl"))
     # A Ray of its own, whatever else runs on this machine.
-    env |= {"RAY_ADDRESS": "local", "VERL_FILE_LOGGER_PATH": str(out / "verl_metrics.jsonl")}
+    lines = fresh(out / "verl_metrics.jsonl")
+    env |= {"RAY_ADDRESS": "local", "VERL_FILE_LOGGER_PATH": str(lines)}
     overrides += [f"kl.{axis}={_value(value)}" for axis, value in kl.items()]
     if steps:
         overrides.append(f"trainer.total_training_steps={steps}")
+    if save_every:
+        overrides.append(f"trainer.save_freq={save_every}")
+    if resume:
+        overrides.append("trainer.resume_mode=auto")
     overrides += [f"trainer.default_local_dir={_value(out / 'checkpoints')}", f"hydra.run.dir={_value(out / 'hydra')}"]
 
     text, block, steps, extra = _resolve(recipe, [*overrides, *native], env, None if dry_run else data)
@@ -85,8 +94,9 @@ def plan(
         env=env,
         config=text,
         kl=block,
-        poll=_records(JsonLines(out / "verl_metrics.jsonl")),
+        poll=_records(JsonLines(lines)),
         names=NAMES,
+        latest=Path(yaml.safe_load(text)["trainer"]["default_local_dir"]) / "latest_checkpointed_iteration.txt",
         steps=steps,
         prepare=[sys.executable, "-m", "kl_plugins.cpu.addition", str(data)] if profile == "cpu" else None,
     )

@@ -29,6 +29,16 @@ def test_axes_steps_and_overrides_reach_the_command(plan, tmp_path):
     assert "(70)" in sentence
 
 
+def test_checkpoints_and_resume(plan, tmp_path):
+    with pytest.raises(LaunchError, match="no checkpoint in .*out/checkpoints/_actor: check --out"):
+        plan(resume=True)
+    (tmp_path / "out" / "checkpoints" / "_actor").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "_actor" / "latest").write_text("global_step4")
+    made, _ = plan(resume=True, save_every=2)
+    ckpt = yaml.safe_load(made.config)["ckpt"]
+    assert (ckpt["load_enable"], ckpt["save_steps"]) == (True, 2)
+
+
 @pytest.mark.parametrize(
     ("native", "says"),
     [
@@ -36,6 +46,7 @@ def test_axes_steps_and_overrides_reach_the_command(plan, tmp_path):
         (["--actor.adam.lrr", "1"], "did you mean.*--actor.adam.lr"),
         (["kl.estimater=k2"], "did you mean.*kl.estimator"),
         (["kl.estimator=k22"], "did you mean.*k2"),
+        (["kl.controller.kind=log"], "kl.controller.target=None must be > 0"),
     ],
 )
 def test_refused(plan, native, says):

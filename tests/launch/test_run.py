@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from kl_plugins.launch.metrics import JsonLines
-from kl_plugins.launch.plan import LaunchError, Plan
+from kl_plugins.launch.plan import LaunchError, Plan, fresh
 from kl_plugins.launch.run import execute, summary
 
 TRAINER = """
 import json, os, sys, time
-out, kl, steps, ending = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+out, kl, steps, ending, start = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 with open(out, "a") as f:
-    for i in range(steps):
+    for i in range(start, steps):
         row = {"step": i + 1, "score": .3 + .1 * i, "pg": .1, "kl": .01 * i, "t": 2}
         f.write(json.dumps(row | ({"kl/coef_mean": .1 * i} if kl else {})) + chr(10))
 print("trained")
@@ -29,15 +29,16 @@ NAMES = {"reward": ("score",), "kl": ("kl",), "pg_loss": ("pg",), "seconds": ("t
 
 @pytest.fixture
 def run(tmp_path):
-    def go(ending="pass", *, kl=1, steps=3, asked=3, prepare=None, **limits):
-        lines = tmp_path / "lines"
+    def go(ending="pass", *, kl=1, steps=3, asked=3, prepare=None, start=0, **limits):
+        lines = fresh(tmp_path / "lines.jsonl")
         plan = Plan(
-            argv=[sys.executable, "-c", TRAINER, str(lines), str(kl), str(steps), ending],
+            argv=[sys.executable, "-c", TRAINER, str(lines), str(kl), str(steps), ending, str(start)],
             env={},
             config="a: 1\n",
             kl={},
             poll=JsonLines(lines).poll,
             names=NAMES,
+            latest=tmp_path / "latest",
             steps=asked,
             prepare=prepare,
         )
@@ -87,6 +88,28 @@ def test_an_old_run_is_not_written_over(run):
     run()
     with pytest.raises(LaunchError, match="holds a run already"):
         run()
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(run, tmp_path):
+    (tmp_path / "latest").write_text("global_step2")
+    code, shown, out = run("raise OSError(28, 'No space left on device')", steps=4, asked=6)
+    assert code == 1
+    assert f"to go on: --resume --out {out} (last checkpoint: global_step2)" in shown
+    code, shown, _ = run(steps=6, asked=6, start=2, resume=True)
+    assert code == 0, shown
+    assert "     3/6" in shown
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert "No space" in (out / "log.1.txt").read_text()
+    assert (out / "log.txt").read_text() == "trained\n"
+
+
+def test_a_resumed_run_that_dies_at_once_keeps_its_rows(run):
+    run(steps=4, asked=6)
+    code, shown, out = run("raise ValueError('the cause')", steps=0, asked=6, resume=True)
+    assert code == 1
+    assert "the cause" in shown
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_summary_compares_first_and_last_fifth():

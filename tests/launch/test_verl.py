@@ -51,6 +51,26 @@ def test_the_native_override_wins(plan):
     assert made.kl["estimator"] == "k3"
 
 
+def test_checkpoints_and_resume(plan, tmp_path):
+    with pytest.raises(LaunchError, match="no checkpoint in .*out/checkpoints: check --out"):
+        plan(resume=True)
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    made, _ = plan(resume=True, save_every=2)
+    trainer = yaml.safe_load(made.config)["trainer"]
+    assert (trainer["resume_mode"], trainer["save_freq"]) == ("auto", 2)
+
+
+def test_the_schedule_is_checked_before_anything_starts(plan):
+    made, sentence = plan("verl/grpo_k2", "kl.controller.kind=log", "kl.controller.target=0.1")
+    assert made.kl["controller"]["kind"] == "log"
+    assert sentence.endswith("Beta is moved to a KL of 0.1 nats a token (log-space, gain 0.1).")
+    with pytest.raises(LaunchError, match="kl.controller.target=0 must be > 0"):
+        plan("verl/grpo_k2", "kl.controller.kind=log", "kl.controller.target=0")
+    with pytest.raises(LaunchError, match="did you mean kl.reference.reset_every"):
+        plan("verl/grpo_k2", "kl.reference.reset_each=3")
+
+
 def test_verl_composes_the_same(plan, tmp_path):
     """What verl's entry point prints for the command is what config.yaml says."""
     made, _ = plan("verl/grpo_k2", "trainer.project_name='a b'", kl={"report": "k3"}, steps=4)
