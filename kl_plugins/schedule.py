@@ -21,6 +21,7 @@ from typing import Any
 from kl_plugins.config import KLConfig, nearest
 
 KINDS = ("fixed", "ziegler", "log")
+ABOUT_0 = 0.02  # nats a token; bf16 alone makes some 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +233,15 @@ class Run:
         """After a step: move on; True if the reference is to become the current policy, before the next step."""
         before, self.state = self.state, self.schedule.advance(self.state, kl, responses)
         return self.state.resets > before.resets
+
+    def warning(self, kl: float) -> str:
+        """A sentence where the KL of the first step, or the first after a reset, is not about 0; else ""."""
+        if self.state.since_reset or abs(kl) < ABOUT_0:
+            return ""
+        return (
+            f"policy and reference were one when this step's batch was sampled, and its KL is {kl:.4g} nats a token, "
+            "not about 0: they differ in weights, temperature, precision or attention kernels"
+        )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. Where the controller is fixed, beta stays what the configuration says now."""

@@ -152,6 +152,17 @@ def test_a_run_goes_on_from_its_checkpoint():
     assert resumed.metrics() == {"kl/beta": unbroken.value, "kl/reference_resets": 1.0}
 
 
+def test_a_first_step_that_is_not_at_the_reference_says_so():  # case 19
+    run = Run(Schedule(reference=Reference(reset_every=2)), 0.1)
+    assert "its KL is 0.2647 nats a token, not about 0: they differ in weights, temperature" in run.warning(0.2646743)
+    assert run.warning(-0.5)
+    assert not run.warning(1e-3)
+    run.step(0.0, 8)
+    assert not run.warning(0.3)
+    run.step(0.3, 8)  # a reset
+    assert run.warning(0.3)
+
+
 def test_a_fixed_beta_is_the_configurations_after_a_resume():
     run = Run(Schedule(), 0.3)
     run.restore(State(0.2, resets=2).to_mapping())

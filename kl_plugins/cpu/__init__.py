@@ -37,7 +37,7 @@ OPENRLHF_ENV: dict[str, str] = {
     **{name: value for name, value in _SHARED.items() if name != "TOKENIZERS_PARALLELISM"},
     "DS_ACCELERATOR": "cpu",
     # OpenRLHF's placement groups ask Ray for GPUs: Ray believes a declared count.
-    "RAY_OVERRIDE_RESOURCES": '{"CPU": 8, "GPU": 4}',
+    "RAY_OVERRIDE_RESOURCES": '{"CPU": 16, "GPU": 8}',
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }

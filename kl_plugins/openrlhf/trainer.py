@@ -71,6 +71,8 @@ def _wrap_train_step(stock: Callable) -> Callable:
             return status, global_step
         status.update(logged)
         kl = float(status["kl/sampled"])
+        if warning := run.warning(kl):
+            print(f"kl_plugins: WARNING, step {global_step}: {warning}", flush=True)
         if run.step(kl, int(status["rollout/num_samples"])):
             replace_reference(self)
             print(

@@ -141,6 +141,8 @@ def _wrap_update_actor(stock: Callable) -> Callable:
         batch = stock(self, batch, metrics)
         metrics.update(run.metrics())
         kl = float(metrics["actor/kl/sampled"])
+        if warning := run.warning(kl):
+            print(f"[kl_plugins] WARNING, step {self.global_steps}: {warning}", flush=True)
         if run.step(kl, len(batch)):
             _on_every_rank(self, replace_reference, run.schedule.reference.reset_optimizer)
             if self.config.trainer.save_freq > 0:
