@@ -120,13 +120,16 @@ def tensorboard_names(out):
 
 
 def test_ppo_k1_in_reward(data, tmp_path):
-    code, log = run("kl_plugins.openrlhf.main", command("ppo_k1_in_reward", tmp_path), tmp_path)
+    controller = ["kl.controller.kind=log", "kl.controller.target=0.001"]
+    code, log = run("kl_plugins.openrlhf.main", command("ppo_k1_in_reward", tmp_path, *controller), tmp_path)
     assert code == 0, log[-3000:]
     steps = steps_of(tmp_path)
     check_steps(steps)
     assert abs(steps[0]["kl"]) < 1e-3  # of the rollout, before the updates
     assert steps[-1]["kl/coef_mean"] > 0  # in the reward the coefficient is the value
     assert all("critic_loss" in step for step in steps)
+    betas = [step["kl/beta"] for step in steps]
+    assert betas[0] == betas[1] < betas[2]
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,17 @@ pytestmark = [
 
 @pytest.mark.parametrize("recipe", ["grpo_k2", "grpo_k3", "ppo_k1_in_reward"])
 def test_recipe(kl_run, recipe):
-    run = kl_run(f"verl/{recipe}", "--profile", "cpu", "--steps", 3)
+    in_reward = recipe == "ppo_k1_in_reward"
+    controller = ["kl.controller.kind=log", "kl.controller.target=0.001"] if in_reward else []
+    run = kl_run(f"verl/{recipe}", "--profile", "cpu", "--steps", 3, *controller)
     run.check(3)
     kl = run.config["kl"]
-    if recipe == "ppo_k1_in_reward":
+    if in_reward:
         assert (kl["estimator"], kl["placement"]) == ("k1", "reward")
         assert run.rows[-1]["kl"] == run.rows[-1]["actor/reward_kl_penalty"]
+        betas = [row["kl/beta"] for row in run.rows]
+        assert betas[0] == betas[1] == 0.01 < betas[2]
+        assert betas == [row["actor/reward_kl_penalty_coeff"] for row in run.rows]
     else:
         assert (kl["estimator"], kl["placement"]) == (recipe[-2:], "loss")
         assert kl["correction"] == "clip"

@@ -19,7 +19,7 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.utils import losses
 
 from kl_plugins import KLConfig, drift
-from kl_plugins.verl import KLPolicyLossConfig, adapter
+from kl_plugins.verl import KLPolicyLossConfig, adapter, trainer
 
 PROMPT = 2
 LENGTHS = [3, 1, 4]  # responses
@@ -63,7 +63,7 @@ def actor(kl=None, policy_loss=None, **axes):
     )
 
 
-def batch(form, *, ref=True, weights=False, tokens=None, size=None):
+def batch(form, *, ref=True, weights=False, tokens=None, size=None, **beside):
     """(model_output, data, leaf): the leaf is log pi_theta of every position, prompt included, as models give it."""
     flat = []
     for row in LOGP:  # the engine's row: position t scores token t + 1, so the response sits one to the left
@@ -80,7 +80,7 @@ def batch(form, *, ref=True, weights=False, tokens=None, size=None):
     if form == "padded":
         columns["attention_mask"] = padded([torch.ones(PROMPT + n, dtype=torch.long) for n in LENGTHS])
     data = TensorDict(columns, batch_size=[3])
-    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=size)
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=size, **beside)
     lengths = torch.tensor([0, *(PROMPT + n for n in LENGTHS)]).cumsum(0)
     return {"log_probs": torch.nested.nested_tensor_from_jagged(leaf, offsets=lengths)}, data, leaf
 
@@ -131,6 +131,16 @@ def test_decoupled_value_and_gradient(axes, weights, form):
         ((padded(LOGP) - padded(REF)) * MASK).sum().item() / MASK.sum()
     )
     assert {"kl/k2", "kl/k3", "kl/coef_mean", "kl/coef_max", "kl/ess", "kl/clip_removed", "kl/chi2"} <= set(metrics)
+
+
+@pytest.mark.parametrize("axes", [dict(estimator="k2"), dict(estimator="k2", form="combined")])
+def test_the_controllers_beta_takes_the_place_of_the_configurations(axes):
+    config = actor(axes)
+    loss, metrics, gradient = run(config, **{trainer.BETA: 3 * BETA})
+    wanted_loss, wanted, wanted_gradient = run(actor(axes, kl_loss_coef=3 * BETA))
+    assert (loss, metrics["kl_coef"], config.kl_loss_coef) == (wanted_loss, wanted["kl_coef"], BETA)
+    assert metrics["kl_coef"] == 3 * BETA
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=0, atol=0)
 
 
 def run_shared(config, rollout, mode):
