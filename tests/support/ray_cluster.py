@@ -1,0 +1,151 @@
+"""A real Ray cluster of two nodes on this machine, neither of which has kl_plugins installed."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kl_plugins.cpu import OPENRLHF_ENV, VERL_ENV
+
+# A driver or a worker of ours must get its variables from the job, not from the shell that started Ray.
+JOBS_OWN = {*VERL_ENV, *OPENRLHF_ENV, "RAY_ADDRESS", "RAY_AUTH_MODE"}
+START = "from ray.scripts.scripts import main; main()"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`address` of the dashboard; `env` for whoever talks to it; `folder` of its own; `python` of the nodes."""
+
+    address: str
+    env: dict[str, str]
+    folder: Path
+    python: Path
+
+    def command(self, *words, **env):
+        """Run `kl-plugins WORDS` (or another program, if the first is a path); returns the ended process."""
+        program = [] if isinstance(words[0], Path) else [sys.executable, "-m", "kl_plugins.cli"]
+        return subprocess.run(
+            [*program, *map(str, words)],
+            env={**self.env, **env},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+
+def bare_python(folder):
+    """A Python with everything of this environment except kl_plugins, and a pip on its PATH."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "kl_plugins" not in entry.name.lower():
+            (site / entry.name).symlink_to(entry)
+    for program in ("pip", "ray"):
+        (folder / "bin" / program).symlink_to(Path(sys.executable).with_name(program))
+    return folder / "bin" / "python"
+
+
+@contextlib.contextmanager
+def two_nodes(gpus, cpus=16):
+    """A head and a second node, `gpus` made-up GPUs each, with token authentication; ended by process id."""
+    # Short, since Ray's sockets lie in it; Ray's current folder is on its workers' path, so nothing of ours is in it.
+    folder = Path(tempfile.mkdtemp(prefix="kl-ray-"))
+    python = bare_python(folder / "bare")
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    env = {name: value for name, value in os.environ.items() if name not in JOBS_OWN and not name.startswith("KL_PLUG")}
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
+    nodes = env | {"PATH": f"{python.parent}:{env['PATH']}"}
+    client = env | {"KL_PLUGINS_CACHE": str(folder / "cache")}
+    common = ["--block", f"--num-gpus={gpus}", f"--num-cpus={cpus}", "--disable-usage-stats"]
+    agents = ("metrics-export-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
+    head, dashboard, client_server, *rest = free_ports(3 + 2 * len(agents))
+    starts = (
+        ["--head", f"--port={head}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client_server}"]
+        + [f"--temp-dir={folder}/ray"]
+        + [f"--{name}={port}" for name, port in zip(agents, rest[:3], strict=True)],
+        [f"--address=127.0.0.1:{head}"] + [f"--{name}={port}" for name, port in zip(agents, rest[3:], strict=True)],
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    (folder / "work").mkdir()
+    processes = []
+    try:
+        for i, words in enumerate(starts):
+            log = open(folder / f"node{i}.log", "wb")  # noqa: SIM115
+            command = [python, "-c", START, "start", *words, *common]
+            processes.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=log, env=nodes, cwd=folder / "work", start_new_session=True
+                )
+            )
+            wait_for(lambda: answers(address), 120, processes[-1], folder / f"node{i}.log")
+        wait_for(lambda: living(address, client) == 2, 120, processes[-1], folder / "node1.log")
+        yield Cluster(address, client, folder, python)
+    finally:
+        for process in reversed(processes):
+            end(process)
+        shutil.rmtree(folder)
+
+
+def living(address, env):
+    """How many nodes the cluster has."""
+    token = Path(env["RAY_AUTH_TOKEN_PATH"]).read_text()
+    request = urllib.request.Request(f"{address}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return reply.read().decode().count('"ALIVE"')
+
+
+def answers(address):
+    try:
+        urllib.request.urlopen(f"{address}/api/version", timeout=5).close()
+    except urllib.error.HTTPError:
+        return True  # it wants a token
+    except OSError:
+        return False
+    return True
+
+
+def wait_for(condition, seconds, process, log):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline, f"nothing after {seconds} s: {log.read_text()[-2000:]}"
+        time.sleep(0.5)
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def end(process):
+    """End a process of ours and its descendants, which Ray puts into sessions of their own."""
+    try:
+        family = [psutil.Process(process.pid)]
+        family += family[0].children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    for member in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(timeout=20)
