@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 MARK = "KL_PLUGINS_PREFLIGHT "
-SECONDS = 120.0  # a node's time to install the wheel and import torch
+TRIES = 3
+SECONDS = 90.0  # a node's time to install the wheel and import torch
 # What `kl-plugins run` imports beside torch; the wheel brings none of it.
 NEEDED = ("typer", "rich", "yaml", "psutil", "matplotlib", "jinja2")
 
@@ -83,7 +84,6 @@ def sizes(model: str) -> dict[str, int] | None:
 def main() -> None:
     """Ask every node, print the reply."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     wanted = json.loads(sys.argv[1])
     reply: dict[str, Any] = {
@@ -101,30 +101,22 @@ def main() -> None:
             (folder / wanted["mark"]).touch()
         except OSError as error:
             reply["unwritable"][str(folder)] = str(error)
-    first = next(
-        parent
-        for folder in wanted["folders"][:1]
-        for parent in (Path(folder), *Path(folder).parents)
-        if parent.exists()
-    )
-    reply["free"] = shutil.disk_usage(first).free
+    out = Path(wanted["folders"][0])
+    reply["free"] = shutil.disk_usage(next(p for p in (out, *out.parents) if p.exists())).free
     try:
         ray.init(log_to_driver=False)
         reply["free GPUs"] = ray.available_resources().get("GPU", 0)
-        asked = {}
-        for node in ray.nodes():
-            if node["Alive"]:
-                pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=pinned)(look)
-                name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-                asked[name] = (task.remote(wanted), node["Resources"])
-        deadline = time.monotonic() + SECONDS
-        for name, (answer, has) in asked.items():
-            try:
-                said = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
-            except ray.exceptions.RayError as error:
-                said = {"failed": _last_line(error)}
-            reply["nodes"][name] = {"GPU": has.get("GPU", 0), "CPU": has.get("CPU", 0), **said}
+        nodes = {f"{n['NodeManagerAddress']} ({n['NodeID'][:8]})": n for n in ray.nodes() if n["Alive"]}
+        said: dict[str, Any] = {}
+        for _ in range(TRIES):
+            # Two nodes on one machine share Ray's folder, and the second to install the wheel there removes it first.
+            unwell = [name for name in nodes if name not in said or not _well(said[name])]
+            if not unwell:
+                break
+            said |= _answers(ray, {name: nodes[name]["NodeID"] for name in unwell}, wanted)
+        for name, node in nodes.items():
+            has = node["Resources"]
+            reply["nodes"][name] = {"GPU": has.get("GPU", 0), "CPU": has.get("CPU", 0), **said[name]}
         ray.shutdown()
     finally:
         for folder in map(Path, wanted["folders"]):
@@ -133,6 +125,28 @@ def main() -> None:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
     print(MARK + json.dumps(reply), flush=True)
+
+
+def _answers(ray: Any, nodes: dict[str, str], wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a new worker on each node, name -> id, says; where there is none, why."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for name, node in nodes.items():
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0, max_calls=1, scheduling_strategy=pinned)(look)
+        asked[name] = task.remote(wanted)
+    said, deadline = {}, time.monotonic() + SECONDS
+    for name, answer in asked.items():
+        try:
+            said[name] = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            said[name] = {"failed": _last_line(error)}
+    return said
+
+
+def _well(said: dict[str, Any]) -> bool:
+    return "failed" not in said and "error" not in said["plugin"]
 
 
 def _last_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import logging
 import re
 import shlex
 import subprocess
@@ -178,6 +179,9 @@ def connect(address: str) -> Any:
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
         raise LaunchError(f"jobs need Ray's client here: pip install 'ray[default]' ({error})") from error
+
+    for module in ("job.sdk", "dashboard_sdk"):  # they tell of uploads and closed sockets
+        logging.getLogger(f"ray.dashboard.modules.{module}").setLevel(logging.WARNING)
 
     class Client(JobSubmissionClient):
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
