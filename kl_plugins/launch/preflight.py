@@ -72,29 +72,35 @@ def collisions(job: Job, needs: Needs) -> Iterator[Finding]:
 
 
 def ask(client: Any, job: Job, address: str) -> list[Finding]:
-    """Findings of the live cluster, from a job that looks at every node."""
+    """Findings of the live cluster."""
+    reply = question(client, job, address)
+    return [reply] if isinstance(reply, Finding) else list(judge(reply, job))
+
+
+def question(client: Any, job: Job, address: str) -> dict[str, Any] | Finding:
+    """The reply of a job that looks at every node, or why there is none."""
     needs = _needs(job)
-    question = cluster.request(
+    wanted = cluster.request(
         framework=job.framework,
         paths=_on_nodes(job, needs).values(),
         modules={*needs.modules, *job.packaged.values(), *_external(job)},
         model=needs.model,
         folders=(job.out, *job.fresh),
     )
-    words = [job.words[0], "-m", "kl_plugins.launch.ask", json.dumps(question)]
+    words = [job.words[0], "-m", "kl_plugins.launch.ask", json.dumps(wanted)]
     with asked(address):
         asking = client.submit_job(entrypoint=shlex.join(words), runtime_env=job.runtime_env)
         deadline = time.monotonic() + WAIT
         while client.get_job_status(asking).value not in ENDS:
             if time.monotonic() > deadline:
                 client.stop_job(asking)
-                return [Finding("fail", f"the cluster did not answer in {WAIT:.0f} s", f"see the log of job {asking}")]
+                return Finding("fail", f"the cluster did not answer in {WAIT:.0f} s", f"see the log of job {asking}")
             time.sleep(0.5)
         log = client.get_job_logs(asking)
     replies = [line for line in log.splitlines() if line.startswith(cluster.MARK)]
     if not replies:
-        return [_no_reply(client, asking, address, log, job)]
-    return list(judge(json.loads(replies[-1].removeprefix(cluster.MARK)), job, needs))
+        return _no_reply(client, asking, address, log, job)
+    return json.loads(replies[-1].removeprefix(cluster.MARK))
 
 
 def _no_reply(client: Any, asking: str, address: str, log: str, job: Job) -> Finding:
@@ -119,8 +125,9 @@ def _external(job: Job) -> list[str]:
     return [name for name in job.runtime_env["env_vars"].get(MODULES, "").split(",") if name]
 
 
-def judge(reply: Mapping[str, Any], job: Job, needs: Needs) -> Iterator[Finding]:
+def judge(reply: Mapping[str, Any], job: Job) -> Iterator[Finding]:
     """Findings from the cluster's reply (`kl_plugins.launch.ask.main`)."""
+    needs = _needs(job)
     nodes = reply["nodes"]
     well = {name: node for name, node in nodes.items() if "failed" not in node}
     for name, node in nodes.items():

@@ -13,7 +13,6 @@ import json
 import logging
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -159,13 +158,13 @@ def shell(job: Job, address: str) -> str:
 
 
 def _through_list2cmdline(word: str) -> str:
-    if " " in word or "\t" in word:  # it will stand in double quotes
-        escaped = "".join(f"\\{c}" if c in "$`\\" else c for c in word)
-    else:
-        escaped = "".join(c if c.isalnum() or c in '"_@%+=:,./-' else f"\\{c}" for c in word)
-    if shlex.split(subprocess.list2cmdline([escaped])) != [word]:
+    """What comes out as `word` when ``subprocess.list2cmdline`` has quoted it and a Unix shell has read it."""
+    blank = " " in word or "\t" in word
+    if '\\"' in word or "\n" in word or (blank and word.endswith("\\")):
         raise LaunchError(f"`ray job submit` of this Ray cannot carry the word {word!r}: submit without --dry-run")
-    return escaped
+    if blank:  # it will stand in double quotes
+        return "".join(f"\\{c}" if c in "$`\\" else c for c in word)
+    return "".join(c if c.isalnum() or c in '"_@%+=:,./-' else f"\\{c}" for c in word)
 
 
 def connect(address: str) -> Any:
