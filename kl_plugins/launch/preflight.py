@@ -106,12 +106,7 @@ def question(client: Any, job: Job, address: str) -> dict[str, Any] | Finding:
 def _no_reply(client: Any, asking: str, address: str, log: str, job: Job) -> Finding:
     said = [line.strip() for line in log.splitlines() if line.strip()]
     text = f"{ending(client, asking, address)}; {said[-1] if said else 'its log is empty'}"
-    if "pip" in text and ("No such file" in text or "not found" in text):
-        remedy = "Ray installs the wheel with pip: put pip on the PATH that Ray is started with, on every node"
-    else:
-        remedy = (
-            f"--python: {job.words[0]} has to be, on the head, the interpreter of the environment with {job.framework}"
-        )
+    remedy = f"--python: {job.words[0]} has to be, on the head, the interpreter of the environment with {job.framework}"
     return Finding("fail", f"the head did not look at its nodes: {text[-600:]}", remedy)
 
 
@@ -135,7 +130,7 @@ def judge(reply: Mapping[str, Any], job: Job) -> Iterator[Finding]:
             yield Finding(
                 "fail",
                 f"node {name} gave no answer: {node['failed']}",
-                "look at that node's Ray logs; its Python and Ray have to be the head's, and pip on its PATH",
+                "look at that node's Ray logs; its Python and Ray have to be the head's",
             )
         else:
             yield from judge_node(name, node["plugin"])

@@ -11,7 +11,7 @@ import yaml
 from kl_plugins.launch.plan import LaunchError, nearest
 
 FRAMEWORKS = ("verl", "openrlhf")
-OWN = "own"  # folder for a recipe of the user's that `kl-plugins submit` sends along in the wheel
+OWN = "own"  # folder for a recipe of the user's that `kl-plugins submit` sends along
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """A run as a Ray job: what is sent, how it is followed, how it ended.
 
 The job's command is `kl-plugins run` itself, on the cluster's head: it joins the job's Ray, resolves paths and
-``pkg://`` where they are used, shows the steps in the job's log and explains a failure there. The package travels as a
-wheel in the job's runtime env, and so do the environment variables: workers of a running cluster inherit none.
+``pkg://`` where they are used, shows the steps in the job's log and explains a failure there. The package travels
+in the job's runtime env (`kl_plugins.launch.wheel`), and so do environment variables: workers of a running cluster
+inherit none.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def make_job(
     """The job of one run, and one sentence on what it descends.
 
     Args:
-        recipe: as for a run; one that is no part of the package travels in the wheel.
+        recipe: as for a run; one that is no part of the package travels along.
         profile: as for a run.
         kl: as for a run.
         steps: as for a run.
@@ -101,9 +102,9 @@ def make_job(
     with environ({JOB: "{}", **theirs, **home}):
         plan, sentence = make_plan(recipe, profile=profile, kl=kl, steps=steps, out=out, native=native, dry_run=True)
     own = not recipe.path.is_relative_to(recipes_dir())
-    wheel = build(cache_dir() / "wheels", recipe if own else None)
+    package = [str(folder) for folder in build(cache_dir() / "package", recipe if own else None)]
     ours = {name: value for name, value in plan.env.items() if name not in NOT_FOR_A_JOB}
-    env = {**given, "env_vars": {**theirs, **home, **ours}, "py_modules": [str(wheel), *given.get("py_modules", [])]}
+    env = {**given, "env_vars": {**theirs, **home, **ours}, "py_modules": [*package, *given.get("py_modules", [])]}
     if recipe.framework == "openrlhf":
         env.setdefault(HOOK, OURS)
     words = [python, "-m", "kl_plugins.cli", "run"]

@@ -1,16 +1,20 @@
-"""The package as a wheel for a Ray job's runtime env: entry points are found in a wheel, not in a plain directory.
+"""The package as an unpacked wheel for a Ray job's runtime env: one folder of code, one of metadata.
 
-Packed from the files that are imported here, installed or editable, without pip, network or a build. Ray runs
-``pip install WHEEL --target=…`` on every node, without ``--no-deps``: the wheel names no dependencies, or each node
-would fetch a torch of its own. They have to be there, and the preflight looks.
+Entry points are found only where the metadata is on the path too, so that the code's folder alone would not do. Nor
+does a wheel file: Ray installs it on every node with ``pip install --target``, which needs a pip there, fetches what
+the metadata asks for (a torch of its own, for one), and fails where two nodes of one machine share Ray's folder: the
+second takes the first one's installation for the wheel, and removes it under running workers (Ray 2.55 to 2.60,
+``_private/runtime_env/py_modules.py``). Folders are zipped by Ray and unpacked under a lock.
+
+Packed from the files that are imported here, installed or editable, without pip, network or a build.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib.metadata
-import zipfile
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,34 +25,36 @@ from kl_plugins.launch.recipes import OWN, Recipe, recipes_dir
 LIMIT = 4 << 20  # bytes of recipes that travel
 
 
-def build(folder: Path, own: Recipe | None = None) -> Path:
-    """The wheel, written into `folder`; with the user's recipe `own` in it, under the name ``own/<framework>/<stem>``.
+def build(folder: Path, own: Recipe | None = None) -> list[Path]:
+    """The two folders, below `folder`, in one that is named by their content; they are written once.
 
-    Ray keeps wheels by their file name, so that the name has to change with the content: a build tag of its hash.
+    Args:
+        folder: where they are kept.
+        own: a recipe of the user's to take along, as ``own/<framework>/<file>``.
 
     Raises:
         LaunchError: the package has no metadata here, or `own` lies among too much YAML.
     """
+    info = f"kl_plugins-{kl_plugins.__version__}.dist-info"
     files = {name: path.read_bytes() for name, path in _files(own)}
+    files |= {f"{info}/{name}": text.encode() for name, text in _metadata().items()}
+    # The metadata vouches for itself: its folder will stand apart from the code's.
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*_metadata(), "RECORD"]).encode()
     digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
-    version, tag = kl_plugins.__version__, f"0{digest.hexdigest()[:16]}"
-    info = f"kl_plugins-{version}.dist-info"
-    files |= {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: kl-plugins\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: kl-plugins\nRoot-Is-Purelib: true\nBuild: {tag}\n"
-        "Tag: py3-none-any\n".encode(),
-        f"{info}/entry_points.txt": _entry_points().encode(),
-    }
-    record = "".join(f"{name},sha256={_hash(content)},{len(content)}\n" for name, content in sorted(files.items()))
-    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    wheel = folder / f"kl_plugins-{version}-{tag}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in sorted(files.items()):
-            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-    return wheel
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    target = folder / digest.hexdigest()[:16]
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder))
+        for name, content in files.items():
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
+            (draft / name).write_bytes(content)
+        try:
+            draft.rename(target)
+        except OSError:  # another submission was faster
+            shutil.rmtree(draft)
+    return [target / "kl_plugins", target / info]
 
 
 def _files(own: Recipe | None) -> Iterator[tuple[str, Path]]:
@@ -68,15 +74,12 @@ def _files(own: Recipe | None) -> Iterator[tuple[str, Path]]:
         yield f"kl_plugins/recipes/{OWN}/{own.framework}/{path.relative_to(own.path.parent).as_posix()}", path
 
 
-def _entry_points() -> str:
+def _metadata() -> dict[str, str]:
     try:
-        text = importlib.metadata.distribution("kl-plugins").read_text("entry_points.txt")
-    except importlib.metadata.PackageNotFoundError:
-        text = None
-    if not text:
-        raise LaunchError("kl_plugins is importable here but not installed: pip install it, then submit again")
-    return text
-
-
-def _hash(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        here = importlib.metadata.distribution("kl-plugins")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise LaunchError("kl_plugins is importable here but not installed: pip install it, then submit") from error
+    texts = {name: here.read_text(name) for name in ("METADATA", "entry_points.txt")}
+    if not all(texts.values()):
+        raise LaunchError(f"the metadata of kl-plugins {here.version} is incomplete here: pip install it again")
+    return texts

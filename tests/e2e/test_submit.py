@@ -75,7 +75,7 @@ def test_two_ranks_on_two_nodes_without_the_package(cluster):
     out = cluster.folder / "two"
     done = submit(cluster, "--steps", 2, "--out", out, "--wait", *RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok   node ") == 2  # the wheel was there, with the right gradient
+    assert done.stdout.count("ok   node ") == 2  # the package was there, with the right gradient
     assert re.search(r"^ +2/2 ", done.stdout, re.MULTILINE)
     assert f"job {job_of(done.stdout)}: SUCCEEDED" in done.stdout
     rows = check_run(out, 2)

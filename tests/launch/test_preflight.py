@@ -302,7 +302,7 @@ def test_all_that_a_cluster_lacks_at_once(cluster, asked, tmp_path, monkeypatch)
         assert any("verl asks Ray for 3 CPU cores beside each GPU" in text for text in bad)
     else:
         assert any("4 GPUs asked for (actor 2 + reference 1 + vLLM 1), 2 there" in text for text in bad)
-    # The wheel came, and the head's gradient is right, on either node; the framework is the known one.
+    # The package came, and the head's gradient is right, on either node; the framework is the known one.
     assert len([text for text in texts(findings, "ok") if "gradient [0.3297" in text]) == 2
     assert any(f"{FRAMEWORK} {reply_version(reply)} on 2 nodes" in text for text in texts(findings, "ok"))
 

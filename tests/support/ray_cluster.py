@@ -46,14 +46,12 @@ class Cluster:
 
 
 def bare_python(folder):
-    """A Python with everything of this environment except kl_plugins, and a pip on its PATH."""
+    """A Python with everything of this environment except kl_plugins; without pip, whatever is on the PATH else."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "kl_plugins" not in entry.name.lower():
             (site / entry.name).symlink_to(entry)
-    for program in ("pip", "ray"):
-        (folder / "bin" / program).symlink_to(Path(sys.executable).with_name(program))
     return folder / "bin" / "python"
 
 
