@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shlex
 import time
@@ -157,7 +156,7 @@ def judge(reply: Mapping[str, Any], job: Job) -> Iterator[Finding]:
 def _versions(nodes: Mapping[str, Any], job: Job) -> Iterator[Finding]:
     known = _rules(job).VERSIONS
     found = {name: node["version"] for name, node in nodes.items()}
-    allowed = "1" in (os.environ.get(SWITCH), job.runtime_env["env_vars"].get(SWITCH))
+    allowed = job.runtime_env["env_vars"].get(SWITCH) == "1"
     for name, version in found.items():
         if version is None:
             yield Finding("fail", f"node {name} has no {job.framework}", f"install {job.framework} {known[-1]} there")

@@ -12,6 +12,7 @@ import asyncio
 import importlib.util
 import json
 import logging
+import os
 import re
 import shlex
 import time
@@ -23,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from kl_plugins.drift import SWITCH
 from kl_plugins.launch.plan import JOB, LaunchError, Plan, environ
 from kl_plugins.launch.recipes import OWN, Recipe, recipes_dir
 from kl_plugins.launch.run import cache_dir, make_plan
@@ -99,6 +101,7 @@ def make_job(
     given, out = dict(given or {}), out.absolute()
     theirs = {str(name): str(value) for name, value in (given.get("env_vars") or {}).items()}
     home = {"KL_PLUGINS_CACHE": str(cache_dir())} if profile == "cpu" else {}
+    home |= {SWITCH: os.environ[SWITCH]} if SWITCH in os.environ else {}
     with environ({JOB: "{}", **theirs, **home}):
         plan, sentence = make_plan(recipe, profile=profile, kl=kl, steps=steps, out=out, native=native, dry_run=True)
     own = not recipe.path.is_relative_to(recipes_dir())
@@ -121,9 +124,15 @@ def make_job(
 
 
 def _packaged(texts: list[str]) -> dict[str, str]:
-    modules = {name for text in texts for name in re.findall(r"pkg://([\w.]+)", text)}
-    specs = {name: importlib.util.find_spec(name) for name in modules}
-    return {spec.origin: name for name, spec in specs.items() if spec is not None and spec.origin}
+    found = {}
+    for name in {name for text in texts for name in re.findall(r"pkg://([\w.]+)", text)}:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # a package that only the nodes have; the preflight asks them
+            continue
+        if spec is not None and spec.origin:
+            found[spec.origin] = name
+    return found
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:

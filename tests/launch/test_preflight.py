@@ -306,17 +306,16 @@ def test_all_that_a_cluster_lacks_at_once(cluster, asked, tmp_path, monkeypatch)
     assert len([text for text in texts(findings, "ok") if "gradient [0.3297" in text]) == 2
     assert any(f"{FRAMEWORK} {reply_version(reply)} on 2 nodes" in text for text in texts(findings, "ok"))
 
-    def changed(**node):
+    def changed(job=job, /, **node):
         """The findings, had the second node said so."""
         altered = copy.deepcopy(reply)
         altered["nodes"][list(reply["nodes"])[1]] |= node
         return list(preflight.judge(altered, job))
 
     one = list(reply["nodes"])[1]
-    path = sorted(preflight._needs(job).paths.values())[0]
     assert any(f"not visible from node {one}" in t for t in texts(changed(**{"no paths": [str(big)]})))
     assert any("differs between nodes" in t for t in texts(changed(version="0.0.1")))
-    assert any("has verl 0.0.1" in t or "has openrlhf 0.0.1" in t for t in texts(changed(version="0.0.1")))
+    assert any(f"has {FRAMEWORK} 0.0.1" in t for t in texts(changed(version="0.0.1")))
     assert any(f"has no {FRAMEWORK}" in t for t in texts(changed(version=None)))
     assert any(f"node {one} gave no answer: gone" in t for t in texts(changed(failed="gone")))
     assert any("kl_plugins 0.0.0" in t for t in texts(changed(plugin={**node(reply)["plugin"], "version": "0.0.0"})))
@@ -324,9 +323,9 @@ def test_all_that_a_cluster_lacks_at_once(cluster, asked, tmp_path, monkeypatch)
     altered = copy.deepcopy(reply)
     altered["nodes"][one]["strange folders"] = [str(tmp_path)]
     assert any(f"{tmp_path} on node {one} is not the head's" in t for t in texts(preflight.judge(altered, there)))
-    monkeypatch.setenv("KL_PLUGINS_ALLOW_UNKNOWN", "1")
-    assert any("has verl 0.0.1" in t or "has openrlhf 0.0.1" in t for t in texts(changed(version="0.0.1"), "warn"))
-    assert path
+    monkeypatch.setenv("KL_PLUGINS_ALLOW_UNKNOWN", "1")  # travels with the job
+    allowed = make(tmp_path, f"{FRAMEWORK}/grpo_k2")
+    assert any(f"has {FRAMEWORK} 0.0.1" in t for t in texts(changed(allowed, version="0.0.1"), "warn"))
 
     # GPUs: all, on one node, and in use.
     for native, says in {
@@ -360,11 +359,19 @@ def reply_version(reply):
 
 
 @pytest.mark.timeout(300)
-def test_no_such_interpreter_on_the_head(cluster, asked, tmp_path):
-    (finding,), _ = asked(make(tmp_path, f"{FRAMEWORK}/grpo_k2", python="/no/such/python"))
-    assert finding.level == "fail"
-    assert "/no/such/python" in finding.text
-    assert "--python" in finding.remedy
+def test_the_command_says_all_and_submits_nothing(cluster, tmp_path):
+    words = ["--profile", "cpu", "--out", tmp_path / "run", "--python", "/no/such/python", "--preflight-only"]
+    broken = {"verl": f"{ROLLOUT}.temperature=0", "openrlhf": "rollout.temperature=0"}[FRAMEWORK]
+    done = cluster.command("submit", f"{FRAMEWORK}/grpo_k2", "--address", cluster.address, *words, broken)
+    assert done.returncode == 2, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    assert len(failed) == 2
+    assert "divide the policy's and the reference's logits by it" in failed[0]
+    assert "the head did not look at its nodes" in failed[1]
+    assert "/no/such/python" in failed[1]
+    assert "-> --python: " in done.stdout
+    assert "refused: 2 problems above; nothing was submitted" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_needs_read_what_is_composed(tmp_path):
