@@ -174,6 +174,8 @@ def _arithmetic(get) -> Iterator[Finding]:
             f"train.micro_batch_size={micro} x {ranks} ranks and train.batch_size",
             "change train.micro_batch_size",
         )
+    else:
+        wrong += divides(ranks, batch, f"{ranks} ranks and train.batch_size", "change train.batch_size")
     if responses % batch:
         wrong.append(
             Finding(

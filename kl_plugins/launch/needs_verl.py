@@ -6,6 +6,7 @@ engines' micro-batches (workers/engine/utils.py) and its v1 trainer's padding; e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -106,13 +107,11 @@ def _critic(config: Mapping[str, Any]) -> bool:
 
 def _ranks(config: Mapping[str, Any], role: str, engine: str) -> tuple[int, int] | None:
     """Data-parallel ranks of a role and GPUs of each, or None for an engine that is not known here."""
-    gpus = at(config, "trainer.nnodes") * at(config, "trainer.n_gpus_per_node")
+    gpus = _gpus(config)
     strategy = at(config, f"{role}.strategy")
     if strategy == "megatron":
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        each = 1
-        for size in sizes:
-            each *= at(config, f"{role}.megatron.{size}", 1)
+        each = math.prod(at(config, f"{role}.megatron.{size}", 1) for size in sizes)
     elif strategy in ("fsdp", "fsdp2"):
         size = "ulysses_sequence_parallel_size"
         each = max(at(config, f"{role}.{size}", 1), at(config, f"{role}.{engine}.{size}", 1))
@@ -122,99 +121,109 @@ def _ranks(config: Mapping[str, Any], role: str, engine: str) -> tuple[int, int]
 
 
 def _arithmetic(config: Mapping[str, Any]) -> Iterator[Finding]:
-    gpus = at(config, "trainer.nnodes") * at(config, "trainer.n_gpus_per_node")
-    prompts, n = at(config, "data.train_batch_size"), at(config, f"{ROLLOUT}.n")
-    wrong = []
+    roles = {"actor": (ACTOR, "fsdp_config")} | ({"critic": ("critic", "fsdp")} if _critic(config) else {})
+    ranks = {name: _ranks(config, *role) for name, role in roles.items()}
+    wrong = list(_geometry(config, roles, ranks))
+    if not any(finding.level == "fail" for finding in wrong) and ranks["actor"]:
+        for name, (role, _) in roles.items():
+            wrong += _updates(config, role, ranks[name][0]) if ranks[name] else []
+        wrong += _step(config, ranks["actor"][0], [role for role, _ in roles.values()])
+    if wrong:
+        yield from wrong
+        return
+    prompts, n, mini = _prompts(config), at(config, f"{ROLLOUT}.n"), _mini(config, ACTOR)
+    yield ok(
+        f"batches: {prompts} prompts x {n} = {prompts * n} responses a step, {prompts * n // mini} updates of {mini}, "
+        f"{mini // ranks['actor'][0]} on each of {ranks['actor'][0]} ranks"
+    )
+
+
+def _gpus(config: Mapping[str, Any]) -> int:
+    return at(config, "trainer.nnodes") * at(config, "trainer.n_gpus_per_node")
+
+
+def _prompts(config: Mapping[str, Any]) -> int:
+    return at(config, "data.train_batch_size")
+
+
+def _mini(config: Mapping[str, Any], role: str) -> int:
+    """Responses of one update; the key counts prompts."""
+    return at(config, f"{role}.ppo_mini_batch_size") * at(config, f"{ROLLOUT}.n")
+
+
+def _geometry(config: Mapping[str, Any], roles: Mapping[str, Any], ranks: Mapping[str, Any]) -> Iterator[Finding]:
+    """GPUs of one copy of each model, of all GPUs."""
+    gpus = _gpus(config)
     sizes = [at(config, f"{ROLLOUT}.{k}_parallel_size", 1) for k in ("tensor_model", "data", "pipeline_model")]
-    replica = sizes[0] * sizes[1] * sizes[2]
-    wrong += divides(
-        replica,
+    yield from divides(
+        math.prod(sizes),
         gpus,
         f"GPUs of a rollout replica ({ROLLOUT}: tensor x data x pipeline = {'x'.join(map(str, sizes))}) and all GPUs",
         f"change {ROLLOUT}.tensor_model_parallel_size, or trainer.nnodes x trainer.n_gpus_per_node",
     )
     if at(config, "trainer.v1.trainer_mode") == "separate_async":
         each = at(config, "trainer.v1.separate_async.parameter_sync_step") * at(config, f"{ACTOR}.ppo_mini_batch_size")
-        if each != prompts:
-            wrong.append(
-                Finding(
-                    "fail",
-                    f"separate_async: parameter_sync_step x ppo_mini_batch_size is {each}, train_batch_size {prompts}",
-                    "make them equal",
-                )
+        if each != _prompts(config):
+            yield Finding(
+                "fail",
+                f"separate_async: parameter_sync_step x ppo_mini_batch_size is {each}, train_batch_size "
+                f"{_prompts(config)}",
+                "make them equal",
             )
-    roles = [("actor", ACTOR, "fsdp_config")] + ([("critic", "critic", "fsdp")] if _critic(config) else [])
-    ranks = {}
-    for name, role, engine in roles:
-        found = _ranks(config, role, engine)
-        if found is None:
-            wrong.append(
-                Finding(
-                    "warn",
-                    f"{role}.strategy={at(config, f'{role}.strategy')}: its batch arithmetic is not known here",
-                    "see that ranks and micro-batches divide the mini-batch",
-                )
-            )
-            continue
-        ranks[name], each = found
-        wrong += divides(
-            each, gpus, f"{name}: GPUs of one model copy and all GPUs", f"change the parallel sizes of {role}"
-        )
-    if any(finding.level == "fail" for finding in wrong) or "actor" not in ranks:
-        yield from wrong
-        return
-    minis = {name: at(config, f"{role}.ppo_mini_batch_size") * n for name, role, _ in roles}
-    padded = multiple(prompts * n, ranks["actor"], *minis.values())
-    for name, role, _ in roles:
-        dynamic = at(config, f"{role}.use_dynamic_bsz")
-        mini = f"{role}.ppo_mini_batch_size x {ROLLOUT}.n"
-        if not dynamic and prompts * n < minis[name]:
-            wrong.append(
-                Finding(
-                    "fail",
-                    f"data.train_batch_size={prompts} is less than {role}.ppo_mini_batch_size={minis[name] // n}",
-                    "lower the mini-batch",
-                )
-            )
-        if minis[name] % ranks[name]:
-            wrong += divides(
-                ranks[name], minis[name], f"{name}: ranks and {mini}", f"change {role}.ppo_mini_batch_size"
-            )
-        elif not dynamic:
-            key = f"{role}.ppo_micro_batch_size_per_gpu"
-            micro = at(config, key)
-            if micro is None:
-                wrong.append(Finding("fail", f"{key} is not set", f"set it, or {role}.use_dynamic_bsz=true"))
-            else:
-                share = minis[name] // ranks[name]
-                wrong += divides(micro, share, f"{key} and a rank's part of {mini}", f"change {key}")
-    if not at(config, f"{ACTOR}.use_dynamic_bsz") and (prompts * n) % gpus:
-        wrong += divides(gpus, prompts * n, f"all GPUs and data.train_batch_size x {ROLLOUT}.n", "change either")
-    elif padded != prompts * n:
-        wrong.append(
-            Finding(
+    for name, (role, _) in roles.items():
+        if ranks[name] is None:
+            yield Finding(
                 "warn",
-                f"{prompts * n} responses a step are no multiple of ranks and mini-batches: verl pads them to {padded}",
-                "change data.train_batch_size or the mini-batch",
+                f"{role}.strategy={at(config, f'{role}.strategy')}: its batch arithmetic is not known here",
+                "see that ranks and micro-batches divide the mini-batch",
             )
+        else:
+            what, remedy = f"{name}: GPUs of one model copy and all GPUs", f"change the parallel sizes of {role}"
+            yield from divides(ranks[name][1], gpus, what, remedy)
+
+
+def _updates(config: Mapping[str, Any], role: str, ranks: int) -> Iterator[Finding]:
+    """One role's mini-batch over its ranks, and a rank's part over micro-batches."""
+    mini, what = _mini(config, role), f"{role}.ppo_mini_batch_size x {ROLLOUT}.n"
+    dynamic, key = at(config, f"{role}.use_dynamic_bsz"), f"{role}.ppo_micro_batch_size_per_gpu"
+    asked = at(config, f"{role}.ppo_mini_batch_size")
+    if not dynamic and _prompts(config) < asked:
+        yield Finding(
+            "fail",
+            f"data.train_batch_size={_prompts(config)} is less than {role}.ppo_mini_batch_size={asked}",
+            "lower the mini-batch",
         )
-    reads = [("old log-probs", ROLLOUT)] + ([("reference", "actor_rollout_ref.ref")] if _reference(config) else [])
-    for name, role in reads:
+    if mini % ranks:
+        yield from divides(ranks, mini, f"ranks and {what}", f"change {role}.ppo_mini_batch_size")
+    elif not dynamic and (micro := at(config, key)) is None:
+        yield Finding("fail", f"{key} is not set", f"set it, or {role}.use_dynamic_bsz=true")
+    elif not dynamic:
+        yield from divides(micro, mini // ranks, f"{key} and a rank's part of {what}", f"change {key}")
+
+
+def _step(config: Mapping[str, Any], ranks: int, roles: list[str]) -> Iterator[Finding]:
+    """A step's responses over ranks and updates, and a rank's part over the micro-batches that only read."""
+    responses, gpus = _prompts(config) * at(config, f"{ROLLOUT}.n"), _gpus(config)
+    padded = multiple(responses, ranks, *(_mini(config, role) for role in roles))
+    strict = not at(config, f"{ACTOR}.use_dynamic_bsz") and at(config, f"{ACTOR}.strategy") != "megatron"
+    if strict and responses % gpus:
+        yield from divides(gpus, responses, f"all GPUs and data.train_batch_size x {ROLLOUT}.n", "change either")
+    elif padded != responses:
+        yield Finding(
+            "warn",
+            f"{responses} responses a step are no multiple of ranks and mini-batches: verl pads them to {padded}",
+            "change data.train_batch_size or the mini-batch",
+        )
+    reads = {"old log-probs": ROLLOUT} | ({"reference": "actor_rollout_ref.ref"} if _reference(config) else {})
+    for name, role in reads.items():
         key = f"{role}.log_prob_micro_batch_size_per_gpu"
         if at(config, f"{role}.log_prob_use_dynamic_bsz"):
             continue
         if (micro := at(config, key)) is None:
-            wrong.append(Finding("fail", f"{key} is not set", f"set it, or {role}.log_prob_use_dynamic_bsz=true"))
-        elif padded % ranks["actor"] == 0:
-            wrong += divides(
-                micro, padded // ranks["actor"], f"{key} and a rank's part of a step ({name})", f"change {key}"
-            )
-    yield from wrong or [
-        ok(
-            f"batches: {prompts} prompts x {n} = {prompts * n} responses a step, {padded // minis['actor']} updates of "
-            f"{minis['actor']}, {minis['actor'] // ranks['actor']} on each of {ranks['actor']} ranks"
-        )
-    ]
+            yield Finding("fail", f"{key} is not set", f"set it, or {role}.log_prob_use_dynamic_bsz=true")
+        else:
+            what = f"{key} and a rank's part of a step ({name})"
+            yield from divides(micro, padded // ranks, what, f"change {key}")
 
 
 def _reference(config: Mapping[str, Any]) -> bool:

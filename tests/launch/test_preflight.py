@@ -96,12 +96,13 @@ WARNED = {
     f"{ACTOR}.kl_loss_coef=0": "kl_loss_coef=0: the reference model is loaded",
     "actor_rollout_ref.model.trust_remote_code=true": "Python code that comes with the model is run on every node",
     f"{ACTOR}.strategy=veomni": "batch arithmetic is not known here",
+    "critic.enable=true critic.strategy=veomni": "critic.strategy=veomni: its batch arithmetic",
 }
 
 
 @pytest.mark.parametrize(("change", "says"), WARNED.items())
 def test_verl_warns(verl, tmp_path, change, says):
-    findings = preflight.check(make(tmp_path, "verl/grpo_k2", change))
+    findings = preflight.check(make(tmp_path, "verl/grpo_k2", *change.split()))
     assert any(says in text for text in texts(findings, "warn")), findings
     preflight.require(findings)
 
@@ -115,13 +116,13 @@ def test_recipes_are_well(recipe, tmp_path):
     assert any("temperature 1.0 for sampler, policy and reference alike" in text for text in texts(findings, "ok"))
 
 
-@pytest.mark.parametrize("profile", ["node", "cluster"])
+@pytest.mark.parametrize("profile", ["node", "cluster", *(["megatron"] if FRAMEWORK == "verl" else [])])
 @pytest.mark.parametrize("recipe", ["paper_1p5b", "paper_7b"])
 def test_the_papers_recipes_are_well(recipe, profile, tmp_path):
     job = make(tmp_path, f"{FRAMEWORK}/{recipe}", profile=profile)
     assert texts(preflight.check(job)) == []
     needs = preflight._needs(job)
-    assert needs.gpus == (8 if profile == "node" else 16)
+    assert needs.gpus == (16 if profile == "cluster" else 8)
     assert set(needs.paths.values()) >= {f"openr1-math/train.{'parquet' if FRAMEWORK == 'verl' else 'jsonl'}"}
     assert needs.copies == 2
 
@@ -130,6 +131,7 @@ OPENRLHF = {
     "rollout.n_samples_per_prompt=1": "group_norm compares the answers of one prompt",
     "actor.num_gpus_per_node=2": "pieces of rollout.micro_batch_size=256: 2 does not divide 1",
     "actor.num_gpus_per_node=2 rollout.micro_batch_size=128": "micro_batch_size=128 x 2 ranks and",
+    "actor.num_gpus_per_node=3 train.dynamic_batch_enable=true": "3 ranks and train.batch_size: 3 does not divide 128",
     "ds.ring_attn_size=2": "ds.ring_attn_size x ds.tensor_parallel_size and",
     "train.colocate_all=true vllm.num_engines=2": "train.colocate_all: vllm.num_engines x",
     "train.colocate_actor_ref=true ref.num_gpus_per_node=2": "actor and reference share GPUs",
