@@ -92,12 +92,13 @@ def main() -> None:
         "unwritable": {},
         "nodes": {},
     }
-    made = []
+    made, marked = [], []
     for folder in map(Path, wanted["folders"]):
         try:
             made += [parent for parent in (folder, *folder.parents) if not parent.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             (folder / wanted["mark"]).touch()
+            marked.append(folder / wanted["mark"])
         except OSError as error:
             reply["unwritable"][str(folder)] = str(error)
     out = Path(wanted["folders"][0])
@@ -112,8 +113,8 @@ def main() -> None:
             reply["nodes"][name] = {"GPU": has.get("GPU", 0), "CPU": has.get("CPU", 0), **said[name]}
         ray.shutdown()
     finally:
-        for folder in map(Path, wanted["folders"]):
-            (folder / wanted["mark"]).unlink(missing_ok=True)
+        for mark in marked:
+            mark.unlink()
         for folder in made:  # innermost first; what is empty is ours
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()

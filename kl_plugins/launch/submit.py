@@ -189,8 +189,8 @@ def connect(address: str) -> Any:
     except ImportError as error:
         raise LaunchError(f"jobs need Ray's client here: pip install 'ray[default]' ({error})") from error
 
-    for module in ("job.sdk", "dashboard_sdk"):  # they tell of uploads and closed sockets
-        logging.getLogger(f"ray.dashboard.modules.{module}").setLevel(logging.WARNING)
+    for module in ("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+        logging.getLogger(f"ray.{module}").setLevel(logging.WARNING)  # they tell of uploads and closed sockets
 
     class Client(JobSubmissionClient):
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
