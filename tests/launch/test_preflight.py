@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import yaml
@@ -283,19 +284,26 @@ def cluster():
         yield nodes
 
 
-@pytest.fixture
-def asked(cluster, monkeypatch):
-    """Ask the cluster about a job: gives the findings and the reply they are from."""
-    for name, value in cluster.env.items():
-        if name.startswith(("RAY_", "KL_PLUGINS_")):
-            monkeypatch.setenv(name, value)
+QUESTION = """
+import json, sys
+from pathlib import Path
+from kl_plugins.launch import preflight, submit
+from kl_plugins.launch.recipes import find_recipe
+address, recipe, out, native, given = json.loads(sys.argv[1])
+job, _ = submit.make_job(find_recipe(recipe), profile="cpu", out=Path(out) / "run", native=native, given=given)
+print(json.dumps(preflight.question(submit.connect(address), job, address)))
+"""
 
-    def ask(job):
-        client = submit.connect(cluster.address)
-        reply = preflight.question(client, job, cluster.address)
-        return (list(preflight.judge(reply, job)) if isinstance(reply, dict) else [reply]), reply
 
-    return ask
+def reply_to(cluster, out, recipe, *native, given=None):
+    """The cluster's reply about a job, as `make`, same arguments, makes it.
+
+    Asked by a process of its own: Ray reads once in a process's life whether there is a token.
+    """
+    words = json.dumps([cluster.address, recipe, str(out), native, given])
+    done = cluster.command(Path(sys.executable), "-c", QUESTION, words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 TWO = {"verl": ["trainer.nnodes=2"], "openrlhf": ["actor.num_nodes=2"]}[FRAMEWORK]
@@ -307,16 +315,17 @@ MODEL = {"verl": "actor_rollout_ref.model.path", "openrlhf": "actor.model_name_o
 
 
 @pytest.mark.timeout(600)
-def test_all_that_a_cluster_lacks_at_once(cluster, asked, tmp_path, monkeypatch):
+def test_all_that_a_cluster_lacks_at_once(cluster, tmp_path, monkeypatch):
     big = tmp_path / "big"
     big.mkdir()
     sizes = dict(hidden_size=8192, num_hidden_layers=80, vocab_size=152064, intermediate_size=29568)
     (big / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 64, "num_key_value_heads": 8}))
     given = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": "no_such_module"}}
     words = [f"{MODEL}={big}", *DATA, *TWO]
-    job = make(tmp_path, f"{FRAMEWORK}/grpo_k2", *words, given=given)
-    job = replace(job, out=cluster.folder / "token" / "run")  # below a file
-    findings, reply = asked(job)
+    monkeypatch.setenv("KL_PLUGINS_CACHE", cluster.env["KL_PLUGINS_CACHE"])
+    asked = (cluster.folder / "token", f"{FRAMEWORK}/grpo_k2", *words)  # --out would be below a file
+    job, reply = make(*asked, given=given), reply_to(cluster, *asked, given=given)
+    findings = list(preflight.judge(reply, job))
     bad = texts(findings)
     assert any("such" in text and "not visible from any node" in text for text in bad), bad
     assert not any(str(big) in text and "not visible" in text for text in bad)
