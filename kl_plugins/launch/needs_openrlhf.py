@@ -73,7 +73,7 @@ def needs(config: Mapping[str, Any]) -> Needs:
         pools=tuple(_pools(get)),
         paths={key: word for key, word in named.items() if is_path(word)},
         modules=(),
-        model=get("actor.model_name_or_path"),
+        model=get("actor.model_name_or_path") or "",
         saved=saved,
         copies=get("ckpt.max_num") if get("ckpt.save_steps") > 0 else 0,
         at_end=2,

@@ -29,6 +29,7 @@ from kl_plugins.launch.plan import JOB, LaunchError, Plan, environ
 from kl_plugins.launch.recipes import OWN, Recipe, recipes_dir
 from kl_plugins.launch.run import cache_dir, make_plan
 from kl_plugins.launch.wheel import build
+from kl_plugins.openrlhf.hook import HOOK as OURS
 
 # Exit codes of what follows a job, beside those of kl_plugins.launch.run.
 STOPPED = 3
@@ -36,7 +37,7 @@ LOST = 4  # the connection broke; the job may well go on
 ENDS = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": STOPPED}
 
 HOOK = "worker_process_setup_hook"
-OURS = "kl_plugins.openrlhf.hook.setup"
+SERVER = "RAY_API_SERVER_ADDRESS"
 # For a Ray that is about to be started; a job finds one.
 NOT_FOR_A_JOB = ("RAY_ADDRESS", "RAY_OVERRIDE_RESOURCES")
 ANSWER = (5, 30)  # seconds to connect and to answer; Ray's own client would wait without end
@@ -164,7 +165,9 @@ def shell(job: Job, address: str) -> str:
     if not hasattr(ray_cli, "shlex"):  # until Ray 2.55 it quotes the command for Windows, and a Unix shell reads it
         words = [_through_list2cmdline(word) for word in words]
     line = ["ray", "job", "submit", "--address", address, "--runtime-env-json", json.dumps(job.runtime_env), "--"]
-    return shlex.join([*line, *words])
+    # Ray lets these two win over --address.
+    other = any(os.environ.get(name, address) != address for name in ("RAY_ADDRESS", SERVER))
+    return (f"{SERVER}={shlex.quote(address)} " if other else "") + shlex.join([*line, *words])
 
 
 def _through_list2cmdline(word: str) -> str:
@@ -207,7 +210,7 @@ def connect(address: str) -> Any:
             "dashboard's, http://HEAD:8265, not the port that nodes join"
         ) from error
     # RAY_ADDRESS in the environment would win over the address given.
-    with environ({"RAY_API_SERVER_ADDRESS": address}), asked(address):
+    with environ({SERVER: address}), asked(address):
         return Client(address)
 
 

@@ -129,6 +129,18 @@ def test_a_run_joins_the_ray_of_its_job_and_starts_its_own_elsewhere(tmp_path, m
         assert [(ray["num_cpus"], ray["num_gpus"]) for ray in told] == [(16, 1), (None, None)]
 
 
+def test_a_pasted_line_goes_where_it_says(tmp_path, monkeypatch):
+    """RAY_ADDRESS in the shell would win over the line's --address."""
+    job, _ = submit.make_job(find_recipe(f"{FRAMEWORK}/grpo_k2"), profile="cpu", out=tmp_path / "out")
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    line = submit.shell(job, "http://head:8265")
+    assert line.startswith("ray job submit --address http://head:8265 --runtime-env-json ")
+    assert json.loads(shlex.split(line)[6]) == job.runtime_env
+    monkeypatch.setenv("RAY_ADDRESS", "http://elsewhere:8265")
+    assert submit.shell(job, "http://head:8265") == f"RAY_API_SERVER_ADDRESS=http://head:8265 {line}"
+
+
 @pytest.mark.parametrize("content", ["[1]", "{", None])
 def test_a_runtime_env_that_is_none(tmp_path, content):
     file = tmp_path / "env.yaml"
