@@ -38,8 +38,8 @@ ENDS = {"SUCCEEDED": 0, "FAILED": 1, "STOPPED": STOPPED}
 
 HOOK = "worker_process_setup_hook"
 SERVER = "RAY_API_SERVER_ADDRESS"
-# For a Ray that is about to be started; a job finds one.
-NOT_FOR_A_JOB = ("RAY_ADDRESS", "RAY_OVERRIDE_RESOURCES")
+# Declares the GPUs of a Ray that is about to be started; a job finds one that has.
+NOT_FOR_A_JOB = ("RAY_OVERRIDE_RESOURCES",)
 ANSWER = (5, 30)  # seconds to connect and to answer; Ray's own client would wait without end
 SILENCE = 20.0  # seconds without a line before the connection is looked at
 

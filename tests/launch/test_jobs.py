@@ -30,7 +30,7 @@ from kl_plugins.launch.recipes import find_recipe, list_recipes
 own = find_recipe("own/FRAMEWORK/mine.yaml")
 print(json.dumps({
     "path": kl_plugins.__file__, "version": m.version("kl-plugins"), "names": [r.name for r in list_recipes()],
-    "groups": sorted(e.group for d in m.distributions() if d.metadata["Name"] == "kl-plugins" for e in d.entry_points),
+    "groups": sorted(e.group for e in m.distribution("kl-plugins").entry_points),
     "own": [own.framework, own.path.read_text(), sorted(own.profiles())],
 }))
 """

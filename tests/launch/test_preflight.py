@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,6 +36,8 @@ BATCH = {
     f"{ROLLOUT}.tensor_model_parallel_size=2": "GPUs of a rollout replica",
     f"{ACTOR}.ppo_mini_batch_size=32": f"data.train_batch_size=16 is less than {ACTOR}.ppo_mini_batch_size=32",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=48": "48 does not divide 64",
+    f"trainer.n_gpus_per_node=2 {ACTOR}.ppo_micro_batch_size_per_gpu=64": "64 does not divide 32",
+    "trainer.n_gpus_per_node=2": "(reference): 128 does not divide 64",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=null": f"{ACTOR}.ppo_micro_batch_size_per_gpu is not set",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=100": "(old log-probs): 100 does not divide 128",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=null": "log_prob_micro_batch_size_per_gpu is not set",
@@ -210,14 +213,14 @@ def test_openrlhf_defaults_are_its_own(openrlhf):
 
 def test_variables_that_verl_always_sets(verl, tmp_path, monkeypatch):  # case 26
     """verl's own function, in a driver that has each variable of the job, against what the preflight names."""
-    from verl.trainer.constants_ppo import PPO_RAY_RUNTIME_ENV, get_ppo_ray_runtime_env
+    from verl.trainer import constants_ppo
 
     from kl_plugins.launch.needs_verl import ALWAYS, FORWARDED
 
-    known = {*PPO_RAY_RUNTIME_ENV["env_vars"], *ALWAYS, *FORWARDED, "CUDA_DEVICE_MAX_CONNECTIONS"}
+    known = set(re.findall(r'"([A-Z][A-Z0-9_]{4,})"', Path(constants_ppo.__file__).read_text()))
     for name in known:
         monkeypatch.setenv(name, "1")
-    still = set(get_ppo_ray_runtime_env()["env_vars"])
+    still = set(constants_ppo.get_ppo_ray_runtime_env()["env_vars"])
     assert still == {*ALWAYS, *FORWARDED}
     given = {"env_vars": dict.fromkeys(known, "1")}
     bad = texts(preflight.check(make(tmp_path, "verl/grpo_k2", given=given)))
