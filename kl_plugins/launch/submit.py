@@ -223,6 +223,8 @@ def asked(address: str, job: str = "") -> Iterator[None]:
 
     try:
         yield
+    except (LaunchError, Lost):
+        raise
     except AuthenticationError as error:
         raise LaunchError(
             f"the cluster at {address} wants a token: set RAY_AUTH_MODE=token, and have the cluster's token in "
@@ -237,6 +239,8 @@ def asked(address: str, job: str = "") -> Iterator[None]:
         if job and "does not exist" in text:
             raise LaunchError(f"no job {job} at {address}; `ray job list --address {address}` shows those") from error
         raise LaunchError(f"{address}: {text}") from error
+    except (ValueError, TypeError) as error:  # Ray looks at the runtime env before it sends anything
+        raise LaunchError(f"Ray refuses the job's runtime env: {' '.join(str(error).split())}") from error
 
 
 def _reason(error: BaseException) -> str:

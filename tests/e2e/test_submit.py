@@ -233,5 +233,10 @@ def test_no_token_no_cluster_no_job(cluster):
     unknown = cluster.command("logs", "no-such-job", "--address", cluster.address, RAY_ADDRESS="http://127.0.0.1:1")
     assert unknown.returncode == 2
     assert f"no job no-such-job at {cluster.address}" in unknown.stderr
+    (cluster.folder / "env.yaml").write_text("working_dir: /no/such/folder\n")
+    refused = submit(cluster, "--runtime-env", cluster.folder / "env.yaml")
+    assert refused.returncode == 2
+    assert "refused: Ray refuses the job's runtime env: " in refused.stderr
+    assert "/no/such/folder" in refused.stderr
     wrong = cluster.command("stop", "j", "--address", "ray://127.0.0.1:10001")
     assert "the dashboard's address, as http://HEAD:8265" in wrong.stderr
