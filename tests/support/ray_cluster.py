@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,47 +78,46 @@ def two_nodes(gpus, cpus=16):
     (folder / "work").mkdir()
     processes = []
     try:
-        for i, words in enumerate(starts):
-            log = open(folder / f"node{i}.log", "wb")  # noqa: SIM115
+        for count, words in enumerate(starts, start=1):
             command = [python, "-c", START, "start", *words, *common]
-            processes.append(
-                subprocess.Popen(
-                    command, stdout=log, stderr=log, env=nodes, cwd=folder / "work", start_new_session=True
-                )
-            )
-            wait_for(lambda: answers(address), 120, processes[-1], folder / f"node{i}.log")
-        wait_for(lambda: living(address, client) == 2, 120, processes[-1], folder / "node1.log")
+            processes.append(start(command, nodes, folder, lambda count=count: living(address, client) >= count))
         yield Cluster(address, client, folder, python)
     finally:
         for process in reversed(processes):
             end(process)
+        sweep(folder)
         shutil.rmtree(folder)
 
 
+def start(command, env, folder, there, tries=3):
+    """A node's process, once `there`; on a busy machine Ray itself gives a node up after 30 s."""
+    log = folder / "node.log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=env, cwd=folder / "work", start_new_session=True
+        )
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if there():
+            return process
+        time.sleep(0.5)
+    end(process)
+    shown = log.read_text()[-2000:]
+    assert tries > 1, shown
+    assert process.returncode is not None
+    assert "timed out during startup" in shown, shown
+    return start(command, env, folder, there, tries - 1)
+
+
 def living(address, env):
-    """How many nodes the cluster has."""
+    """How many nodes the cluster has; 0 before there is one."""
     token = Path(env["RAY_AUTH_TOKEN_PATH"]).read_text()
     request = urllib.request.Request(f"{address}/nodes?view=summary", headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=10) as reply:
-        return reply.read().decode().count('"ALIVE"')
-
-
-def answers(address):
     try:
-        urllib.request.urlopen(f"{address}/api/version", timeout=5).close()
-    except urllib.error.HTTPError:
-        return True  # it wants a token
-    except OSError:
-        return False
-    return True
-
-
-def wait_for(condition, seconds, process, log):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, log.read_text()[-2000:]
-        assert time.monotonic() < deadline, f"nothing after {seconds} s: {log.read_text()[-2000:]}"
-        time.sleep(0.5)
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.read().decode().count('"ALIVE"')
+    except OSError:  # also urllib's own errors
+        return 0
 
 
 def free_ports(count):
@@ -135,15 +133,24 @@ def free_ports(count):
 def end(process):
     """End a process of ours and its descendants, which Ray puts into sessions of their own."""
     try:
-        family = [psutil.Process(process.pid)]
-        family += family[0].children(recursive=True)
+        parent = psutil.Process(process.pid)
+        finish([parent, *parent.children(recursive=True)])
     except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
+        pass
     process.wait(timeout=20)
+
+
+def sweep(folder):
+    """End what a node that gave up at its start has left: its command line names the cluster's own folder."""
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+    finish(left)
+
+
+def finish(processes):
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
