@@ -10,6 +10,7 @@ import typer
 import kl_plugins.audit.cli
 import kl_plugins.data.cli
 import kl_plugins.doctor.cli
+import kl_plugins.launch.cli
 import kl_plugins.report.cli
 from kl_plugins.launch import axes
 
@@ -148,6 +149,7 @@ def run(
     raise typer.Exit(code)
 
 
+kl_plugins.launch.cli.register(app)
 kl_plugins.audit.cli.register(app)
 app.command()(kl_plugins.data.cli.prepare)
 app.command()(kl_plugins.doctor.cli.doctor)

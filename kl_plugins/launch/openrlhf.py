@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from kl_plugins.launch.metrics import JsonLines
-from kl_plugins.launch.plan import LaunchError, Plan, environ, fresh, package_folder
+from kl_plugins.launch.plan import LaunchError, Plan, environ, fresh, package_folder, ray_to_use
 from kl_plugins.launch.recipes import Recipe
 
 NAMES = {name: (name,) for name in ("reward", "kl", "pg_loss", "seconds")}  # the adapter writes them so
@@ -47,8 +47,7 @@ def plan(
 
         env |= OPENRLHF_ENV | {"KL_PLUGINS_CPU_DATA": str(data)}
     lines = fresh(out / "openrlhf_metrics.jsonl")
-    # A Ray of its own, whatever else runs on this machine.
-    env |= {"RAY_ADDRESS": "local", "KL_PLUGINS_METRICS": str(lines)}
+    env |= ray_to_use() | {"KL_PLUGINS_METRICS": str(lines)}
     typed = {axis: _scalar(value) for axis, value in kl.items()}
     places = {"output_dir": str(out / "model"), "path": str(out / "checkpoints")}
     saving = {"save_steps": save_every} if save_every else {}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job, and for nothing else
+
 
 class LaunchError(ValueError):
     """Refused before anything was started: the message names the thing, the value and the way out."""
@@ -49,6 +51,11 @@ class Plan:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         lines = [shlex.join(self.prepare)] if self.prepare else []
         return "\n".join([*lines, " ".join([*words, shlex.join(self.argv)])])
+
+
+def ray_to_use() -> dict[str, str]:
+    """The environment for a Ray of the run's own, whatever else runs on this machine; in a Ray job, that job's Ray."""
+    return {} if JOB in os.environ else {"RAY_ADDRESS": "local"}
 
 
 def package_folder(name: str) -> Path | None:

@@ -11,6 +11,7 @@ import yaml
 from kl_plugins.launch.plan import LaunchError, nearest
 
 FRAMEWORKS = ("verl", "openrlhf")
+OWN = "own"  # folder for a recipe of the user's that `kl-plugins submit` sends along
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def find_recipe(text: str) -> Recipe:
     known = {recipe.name: recipe for recipe in list_recipes()}
     if text in known:
         return known[text]
+    if text.startswith(f"{OWN}/"):
+        text = str(recipes_dir() / text)
     path = Path(text).expanduser()
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():

@@ -16,7 +16,16 @@ from typing import Any
 import yaml
 
 from kl_plugins.launch.metrics import JsonLines
-from kl_plugins.launch.plan import LaunchError, Plan, environ, fresh, nearest, nearest_key, package_folder
+from kl_plugins.launch.plan import (
+    LaunchError,
+    Plan,
+    environ,
+    fresh,
+    nearest,
+    nearest_key,
+    package_folder,
+    ray_to_use,
+)
 from kl_plugins.launch.recipes import Recipe, recipes_dir
 
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -75,9 +84,10 @@ def plan(
 
         env |= VERL_ENV | {"KL_PLUGINS_CPU_DATA": str(data)}
     env[MODULES] = _modules(env.get(MODULES, "kl_plugins.verl"))
-    # A Ray of its own, whatever else runs on this machine.
     lines = fresh(out / "verl_metrics.jsonl")
-    env |= {"RAY_ADDRESS": "local", "VERL_FILE_LOGGER_PATH": str(lines)}
+    env |= ray_to_use() | {"VERL_FILE_LOGGER_PATH": str(lines)}
+    if "RAY_ADDRESS" not in env:  # Ray refuses these where there is nothing to start
+        overrides += ["++ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null"]
     overrides += [f"kl.{axis}={_value(value)}" for axis, value in kl.items()]
     if steps:
         overrides.append(f"trainer.total_training_steps={steps}")
