@@ -53,6 +53,13 @@ def submit(
             metavar="DIR",
         ),
     ] = None,
+    save_every: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--save-every", help="Write a checkpoint after every so many steps.", min=1, metavar="N"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, with the KL's own state.")
+    ] = False,
     timeout: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option("--timeout", help="As for `run`: end the run after so many seconds.", min=0, metavar="SECONDS"),
@@ -99,6 +106,8 @@ def submit(
     try:
         found = find_recipe(recipe)
         axes.refuse_misspelt(native or [], "submit")
+        if resume and out is None:
+            raise LaunchError("--resume needs --out, the folder of the run that is to go on")
         client = None if dry_run else jobs.connect(address)
         job, sentence = jobs.make_job(
             found,
@@ -107,6 +116,8 @@ def submit(
             steps=steps,
             out=out or default_out(found),
             native=native,
+            save_every=save_every,
+            resume=resume,
             limits={"timeout": timeout, "stall": stall},
             python=python,
             given=jobs.read_runtime_env(runtime_env),

@@ -79,6 +79,8 @@ def make_job(
     steps: int | None = None,
     out: Path,
     native: list[str] | None = None,
+    save_every: int | None = None,
+    resume: bool = False,
     limits: Mapping[str, float] | None = None,
     python: str = "python",
     given: Mapping[str, Any] | None = None,
@@ -92,6 +94,8 @@ def make_job(
         steps: as for a run.
         out: as for a run; a folder that every node sees.
         native: as for a run.
+        save_every: as for a run.
+        resume: as for a run; whether there is a checkpoint is seen where the job runs.
         limits: options of `kl-plugins run` that take seconds: timeout, stall.
         python: the interpreter on the head, a name on its PATH or a path.
         given: the user's own runtime env; ours is added to it.
@@ -104,7 +108,17 @@ def make_job(
     home = {"KL_PLUGINS_CACHE": str(cache_dir())} if profile == "cpu" else {}
     home |= {SWITCH: os.environ[SWITCH]} if SWITCH in os.environ else {}
     with environ({JOB: "{}", **theirs, **home}):
-        plan, sentence = make_plan(recipe, profile=profile, kl=kl, steps=steps, out=out, native=native, dry_run=True)
+        plan, sentence = make_plan(
+            recipe,
+            profile=profile,
+            kl=kl,
+            steps=steps,
+            out=out,
+            native=native,
+            dry_run=True,
+            save_every=save_every,
+            resume=resume,
+        )
     own = not recipe.path.is_relative_to(recipes_dir())
     package = [str(folder) for folder in build(cache_dir() / "package", recipe if own else None)]
     ours = {name: value for name, value in plan.env.items() if name not in NOT_FOR_A_JOB}
@@ -113,11 +127,12 @@ def make_job(
         env.setdefault(HOOK, OURS)
     words = [python, "-m", "kl_plugins.cli", "run"]
     words.append(f"{OWN}/{recipe.framework}/{recipe.path.name}" if own else recipe.name)
-    options = {"profile": profile, "steps": steps, "out": out, **(limits or {})}
+    options = {"profile": profile, "steps": steps, "out": out, "save-every": save_every, **(limits or {})}
     options |= {f"kl_{axis}": value for axis, value in (kl or {}).items()}
     for name, value in options.items():
         if value is not None:
             words += [f"--{name}", str(value)]
+    words += ["--resume"] if resume else []
     words += ["--", *native] if native else []
     fresh = (cache_dir() / "addition",) if profile == "cpu" else ()
     texts = [recipe.path.read_text(), *([recipe.profile(profile).read_text()] if profile else []), *(native or [])]

@@ -90,14 +90,14 @@ def test_the_command_composes_in_the_job_as_here(own, tmp_path, monkeypatch):
         kl={"credit": "return"},
         steps=3,
         out=tmp_path / "out",
+        save_every=2,
+        resume=True,
         limits={"timeout": None, "stall": 60.0},
         python="/a/python",
         given=given,
     )
-    words = (
-        f"/a/python -m kl_plugins.cli run {FRAMEWORK}/grpo_k2 --profile cpu --steps 3 --out {tmp_path}/out --stall 60.0"
-    )
-    assert shlex.join(job.words) == f"{words} --kl_credit return"
+    words = f"/a/python -m kl_plugins.cli run {FRAMEWORK}/grpo_k2 --profile cpu --steps 3 --out {tmp_path}/out"
+    assert shlex.join(job.words) == f"{words} --save-every 2 --stall 60.0 --kl_credit return --resume"
     variables = job.runtime_env["env_vars"]
     assert job.runtime_env["working_dir"] == "/somewhere"
     assert variables["MINE"] == "1"
