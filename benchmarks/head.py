@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Result, in_turn, release
-from kl_plugins import KLConfig, kl_head, kl_metrics
+from kl_plugins import KLConfig, kl_head
+from kl_plugins.head import check_batch
+from kl_plugins.metrics import head_and_metrics
 
 SHAPE = (256, 2048)
 
@@ -54,9 +56,11 @@ def ours(data: dict[str, Tensor], aggregate: Callable, metrics: bool = False, **
         terms["old_logp"] = data["old_logp"]
 
     def loss() -> Tensor:
-        if metrics:
-            kl_metrics(data["logp"], data["ref_logp"], **terms)
-        return aggregate(kl_head(data["logp"], data["ref_logp"], **terms), data["mask"])
+        if metrics:  # as the plugins make both
+            matrix, _ = head_and_metrics(check_batch(data["logp"], data["ref_logp"], **terms), config)
+        else:
+            matrix = kl_head(data["logp"], data["ref_logp"], **terms)
+        return aggregate(matrix, data["mask"])
 
     return loss
 

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from kl_plugins.config import KLConfig
-from kl_plugins.estimators import get_estimator, log_ratio
-from kl_plugins.head import head_terms
-from kl_plugins.ratios import importance_ratio
+from kl_plugins.estimators import get_estimator
+from kl_plugins.head import Batch, HeadTerms, check_batch, make_head
 
 
-@torch.no_grad()
 def kl_metrics(
     logp: Tensor,
     ref_logp: Tensor,
@@ -43,38 +41,66 @@ def kl_metrics(
         ValueError: as :func:`kl_plugins.kl_head`.
     """
     config = config or KLConfig()
-    terms = head_terms(logp, ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights)
-    mask = mask != 0
-    logp, ref_logp = torch.where(mask, logp.detach(), 0), torch.where(mask, ref_logp.detach(), 0)
-    old_logp = logp if old_logp is None else torch.where(mask, old_logp.detach(), 0)
-    ratio = importance_ratio(logp, old_logp, mask, level=config.ratio)
-    count = mask.sum().clamp(min=1)
+    batch = check_batch(
+        logp.detach(), ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights
+    )
+    return head_and_metrics(batch, config)[1]
 
-    def mean(x: Tensor) -> Tensor:
-        return torch.where(mask, x, 0.0).sum() / count
 
-    def largest(x: Tensor) -> Tensor:
-        x = torch.where(mask, x, 0.0)
-        return x.max() if x.numel() else x.sum()
-
-    r = log_ratio(logp, ref_logp)
-    size = terms.coefficient.abs()
-    pull = terms.weight * size
-    rho = torch.where(mask, ratio, 0.0)
-    scalars = {
-        "sampled": mean(log_ratio(old_logp, ref_logp)),
-        **{name: mean(get_estimator(name).value(logp, ref_logp)) for name in ("k1", "k2", "k3")},
-        "tail_up": mean((r > 2).to(r.dtype)),
-        "tail_down": mean((r < -2).to(r.dtype)),
-        "coef_mean": mean(size),
-        "coef_max": largest(size),
-        "clip_removed": mean(torch.where(terms.active, 0.0, pull)) / _nonzero(mean(pull)),
-        "ess": rho.sum().square() / _nonzero(count * rho.square().sum()),
-        "rho_max": largest(ratio),
-        "chi2": mean(get_estimator("k3").coefficient(logp, ref_logp).square()),
+def head_and_metrics(batch: Batch, config: KLConfig) -> tuple[Tensor, dict[str, float]]:
+    """:func:`kl_plugins.kl_head`'s matrix and :func:`kl_metrics` from the same terms."""
+    matrix, parts = make_head(batch, config, _statistics)
+    parts = torch.stack(parts)
+    sums, (coef_max, rho_max) = parts[:, :-2].sum(0).tolist(), parts[:, -2:].amax(0).tolist()
+    count, k1, k2, k3, chi2, up, down, coef, pull, kept, log_rho, rho, rho2 = sums
+    count = count or 1.0
+    return matrix, {
+        "sampled": (k1 - log_rho) / count,
+        "k1": k1 / count,
+        "k2": k2 / count,
+        "k3": k3 / count,
+        "tail_up": up / count,
+        "tail_down": down / count,
+        "coef_mean": coef / count,
+        "coef_max": coef_max,
+        "clip_removed": (pull - kept) / pull if pull else 0.0,
+        "ess": rho * rho / (count * rho2) if rho2 else 0.0,
+        "rho_max": rho_max,
+        "chi2": chi2 / count,
     }
-    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1.0, x)
+@torch.no_grad()
+def _statistics(terms: HeadTerms) -> Tensor:
+    """What adds up over rows, and two largest values last."""
+    r, size = terms.log_ratio, terms.coefficient.abs()
+    k3, k3_coefficient = get_estimator("k3").pair(r)
+    count = terms.mask.sum()
+    zero = torch.zeros_like(count)
+    pull = kept = zero
+    if terms.gradient is not terms.pull:
+        pull, kept = terms.pull.abs().sum(), terms.gradient.abs().sum()
+    rho = terms.mask.to(r.dtype) if terms.ratio is None else terms.ratio
+    return torch.stack(
+        [
+            count,
+            r.sum(),
+            get_estimator("k2").pair(r)[0].sum(),
+            k3.sum(),
+            k3_coefficient.square_().sum(),
+            r.clone().gt_(2).sum(),
+            r.clone().lt_(-2).sum(),
+            size.sum(),
+            pull,
+            kept,
+            zero if terms.log_rho is None else terms.log_rho.sum(),
+            rho.sum(),
+            rho.square().sum(),
+            _largest(size),
+            _largest(rho),
+        ]
+    )
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.max() if x.numel() else x.sum()

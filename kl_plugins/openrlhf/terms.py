@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_plugins import combined_advantages, kl_head, kl_metrics
 from kl_plugins.config import KLConfig
+from kl_plugins.head import check_batch, combined_advantages
+from kl_plugins.metrics import head_and_metrics
 from kl_plugins.openrlhf.settings import Settings
 from kl_plugins.ratios import importance_ratio
 from kl_plugins.shaping import group_norm
@@ -43,12 +44,14 @@ class StepKL:
 
     def matrix(self, logp: Tensor, ref_logp: Tensor, old_logp: Tensor | None) -> Tensor:
         """`kl_head`'s matrix for OpenRLHF to aggregate, without gradient in the combined form; notes the metrics."""
-        batch: dict[str, Any] = dict(mask=self.mask, config=self.config, old_logp=old_logp)
-        rollout_logp = self.experience.rollout_log_probs
+        config, rollout_logp, weights = self.config, self.experience.rollout_log_probs, None
         if rollout_logp is not None:  # is_correction is on, and what vLLM sampled from is not quite pi_old
-            batch["rollout_weights"] = importance_ratio(old_logp, rollout_logp, self.mask, cap=self.config.ratio_cap)
-        matrix = kl_head(logp, ref_logp, **batch)
-        metrics = {f"kl/{name}": value for name, value in kl_metrics(logp, ref_logp, **batch).items()}
+            weights = importance_ratio(old_logp, rollout_logp, self.mask, cap=config.ratio_cap)
+        matrix, metrics = head_and_metrics(
+            check_batch(logp, ref_logp, mask=self.mask, config=config, old_logp=old_logp, rollout_weights=weights),
+            config,
+        )
+        metrics = {f"kl/{name}": value for name, value in metrics.items()}
         self.experience.info.update({name: torch.tensor(value) for name, value in metrics.items()})
         largest = self.trainer.__dict__.setdefault("_kl_largest", {})
         largest.update({name: max(largest.get(name, metrics[name]), metrics[name]) for name in LARGEST})
@@ -63,10 +66,11 @@ def take_largest(trainer: Any) -> dict[str, float]:
 
 def reward_kl(config: KLConfig, samples: Any, logp: Tensor, ref_logp: Tensor) -> Tensor:
     """The penalty that OpenRLHF subtracts from the rewards, ``[B, T-1]``, detached; notes the metrics."""
-    batch: dict[str, Any] = dict(mask=samples.action_mask.bool(), config=config)
-    for name, value in kl_metrics(logp, ref_logp, **batch).items():
+    batch = check_batch(logp, ref_logp, mask=samples.action_mask.bool(), config=config)
+    matrix, metrics = head_and_metrics(batch, config)
+    for name, value in metrics.items():
         samples.info[f"kl/{name}"] = torch.full((len(logp),), value)  # OpenRLHF splits info by sample
-    return kl_head(logp, ref_logp, **batch).detach()
+    return matrix.detach()
 
 
 def reward_config(args: Any) -> KLConfig | None:

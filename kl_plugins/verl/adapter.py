@@ -29,8 +29,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from kl_plugins import drift
 from kl_plugins.config import KLConfig
 from kl_plugins.estimators import get_estimator
-from kl_plugins.head import combined_advantages, kl_head
-from kl_plugins.metrics import kl_metrics
+from kl_plugins.head import check_batch, combined_advantages
+from kl_plugins.metrics import head_and_metrics
 from kl_plugins.shaping import group_norm
 from kl_plugins.verl.config import COMBINED_LOSS, KL_TYPE
 
@@ -84,19 +84,8 @@ class _MicroBatch:
     rollout_weights: Tensor | None
     metrics: dict[str, float] | None = None
 
-    def measure(self, logp: Tensor) -> None:
-        self.metrics = kl_metrics(
-            logp,
-            self.ref_logp,
-            mask=self.mask,
-            old_logp=self.old_logp,
-            config=self.config,
-            rollout_weights=self.rollout_weights,
-        )
-
     def matrix(self, logp: Tensor) -> Tensor:
-        self.measure(logp)
-        m = kl_head(
+        batch = check_batch(
             logp,
             self.ref_logp,
             mask=self.mask,
@@ -104,6 +93,7 @@ class _MicroBatch:
             old_logp=self.old_logp,
             rollout_weights=self.rollout_weights,
         )
+        m, self.metrics = head_and_metrics(batch, self.config)
         # Combined: the pull is in the advantages already; the matrix only reports.
         return m.detach() if self.config.form == "combined" else m
 
@@ -141,7 +131,7 @@ def _wrap_ppo_loss(original):
         finally:
             _IN_FLIGHT.reset(token)
         if kl.placement == "reward":
-            batch.measure(no_padding_2_padding(model_output["log_probs"], data))
+            batch.matrix(no_padding_2_padding(model_output["log_probs"], data))
         if batch.metrics is None:
             raise RuntimeError(
                 f"verl {verl.__version__} computed its loss without calling kl_plugins' KL head: the run would train "
