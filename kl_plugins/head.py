@@ -128,7 +128,7 @@ def make_head(batch: Batch, config: KLConfig, measure: Callable[[HeadTerms], Ten
         if measure is not None:
             measured.append(measure(terms))
     else:
-        value, gradient = upcast(logp).new_empty(2, *logp.shape)
+        value, gradient = (torch.empty_like(logp, dtype=upcast(logp[:0]).dtype) for _ in range(2))
         for start in range(0, len(logp), tile):
             rows = slice(start, start + tile)
             terms = head_terms(batch.rows(rows), config)
@@ -237,8 +237,8 @@ def _same_shape(logp: Tensor, **others: Tensor) -> None:
 def _check_finite(mask: Tensor, **inputs: Tensor) -> bool:
     """Whether all entries are finite, masked ones too; an unmasked one that is not is an error that names it."""
     if torch.compiler.is_compiling():  # a compiled graph cannot branch on data; it can still refuse
-        bad = torch.stack([~torch.isfinite(x) for x in inputs.values()]).any(0) & mask
-        torch._assert_async(~bad.any(), "kl_head: non-finite input at an unmasked token; run uncompiled to see where")
+        zero = sum(torch.where(mask, x.detach() * 0, 0).sum() for x in inputs.values())  # or NaN: fuses, unlike any()
+        torch._assert_async(zero == 0, "kl_head: non-finite input at an unmasked token; run uncompiled to see where")
         return False
     # NaN and infinity survive a sum, which is the cheapest way to look at everything once.
     if math.isfinite(sum(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs.values())):
