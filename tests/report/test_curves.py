@@ -1,12 +1,13 @@
 """Figures: the data are what they say, and every format renders."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from kl_plugins import KLEstimator, estimators, register_estimator, registered_estimators
-from kl_plugins.report import curves
+from kl_plugins import KLConfig, KLEstimator, estimators, lab, register_estimator, registered_estimators
+from kl_plugins.report import curves, tiny
 
 
 def series(panel):
@@ -64,7 +65,7 @@ def test_values_show_the_heavy_tail():
 def test_variance():
     token, response, spread, *model = curves.panels("variance")
     data = {s.name: s.y for s in token.series}
-    assert all(e < t < k for e, t, k in zip(data["exact"], data["top 1"], data["k2"], strict=True))
+    assert all(2 * e < k for e, k in zip(data["exact"], data["k2"], strict=True))
     pulls = {s.name: s.y for s in response.series}
     assert list(pulls) == list(tiny.RESPONSE)
     assert all(a > b for a, b in zip(pulls["k1 in reward, return"], data["k2"], strict=True))
@@ -85,9 +86,7 @@ def _every_group(loss, policy, reference, group):
     for members in itertools.product(range(len(p)), repeat=group):
         rows = list(members)
         mask = torch.ones_like(responses[rows], dtype=torch.bool)
-        drawn = tiny.Drawn(
-            responses[rows], mask, policy.logits[states[rows]], reference.logits.detach()[states[rows]]
-        )
+        drawn = tiny.Drawn(responses[rows], mask, policy.logits[states[rows]], reference.logits.detach()[states[rows]])
         gradient = torch.autograd.grad(loss(drawn), policy.logits)[0].flatten()
         mean, square = mean + p[rows].prod() * gradient, square + p[rows].prod() * gradient.square().sum()
     return mean, float(square - mean.square().sum())
