@@ -275,7 +275,7 @@ def _variance() -> list[Panel]:
     }
     lab, y = "KL(π‖π_ref), nats, three tokens", "standard deviation / mean, one response"
     drawn = [
-        Panel("Per token: enumerated policies", lab, y, _all(noise, x), x_scale="log", y_scale="log", marker="o"),
+        Panel("Per token: enumerated policies", lab, y, _all(noise, x), x_scale="log", marker="o"),
         Panel("Per response: enumerated policies", lab, y, _all(baselined, x), x_scale="log", marker="o"),
         Panel(
             "π = N(0.1, σ), π_ref = N(0, 1)", "σ (k3: infinite up to √½)", "variance of the coefficient",
@@ -291,8 +291,7 @@ def _variance() -> list[Panel]:
     model = "KL(π‖π_ref), nats a token"
     for title, names in {"Per token: a language model": tiny.TOKEN, "Per response: the model": tiny.RESPONSE}.items():
         series = _all({name: [m[name] for m in measured] for name in names}, list(x))
-        scale = "log" if names is tiny.TOKEN else "linear"
-        drawn.append(Panel(title, model, y, series, x_scale="log", y_scale=scale, marker="o"))
+        drawn.append(Panel(title, model, y, series, x_scale="log", marker="o"))
     return drawn
 
 
