@@ -135,11 +135,8 @@ def _compare(framework: str, aggregate: Callable, natives: dict[str, Callable], 
             "kl_head k2, clip and kl_metrics": ours(data, aggregate, metrics=True, correction="clip"),
         },
     )
-    for title, data, prepare in (("bfloat16", half, lambda f: f), ("torch.compile", data, torch.compile)):
-        few = {
-            first: native(natives[first], data),
-            "aggregation alone": alone(data),
-            "kl_head k2": ours(data, aggregate),
-        }
-        results += compare(title, data, {name: prepare(loss) for name, loss in few.items()})
+    for title, inputs, prepare in (("bfloat16", half, lambda loss: loss), ("torch.compile", data, torch.compile)):
+        few = {first: native(natives[first], inputs)}
+        few |= {"aggregation alone": alone(inputs), "kl_head k2": ours(inputs, aggregate)}
+        results += compare(title, inputs, {name: prepare(loss) for name, loss in few.items()})
     return results
