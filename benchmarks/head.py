@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Result, in_turn, release
-from kl_plugins import KLConfig, kl_head
-from kl_plugins.head import check_batch
-from kl_plugins.metrics import head_and_metrics
+from kl_plugins import KLConfig
+from kl_plugins.head import head_terms
+from kl_plugins.metrics import measure
 
 SHAPE = (256, 2048)
 
@@ -56,11 +56,10 @@ def ours(data: dict[str, Tensor], aggregate: Callable, metrics: bool = False, **
         terms["old_logp"] = data["old_logp"]
 
     def loss() -> Tensor:
+        made = head_terms(data["logp"], data["ref_logp"], **terms)
         if metrics:  # as the plugins make both
-            matrix, _ = head_and_metrics(check_batch(data["logp"], data["ref_logp"], **terms), config)
-        else:
-            matrix = kl_head(data["logp"], data["ref_logp"], **terms)
-        return aggregate(matrix, data["mask"])
+            measure(made)
+        return aggregate(made.matrix(data["logp"]), data["mask"])
 
     return loss
 

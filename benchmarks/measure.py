@@ -11,6 +11,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+LARGE = 2**23 - 2**10  # floats: as much as glibc's allocator adapts to
+
 
 @dataclasses.dataclass
 class Result:
@@ -40,6 +44,8 @@ def in_turn(
 
     A slow spell of the machine hits them all: the ratio is the median over turns of the ratio within a turn.
     """
+    # As in any training process: once a large block was freed, glibc keeps smaller ones instead of giving them back.
+    torch.ones(LARGE)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(repeats + 1):
         for name in list(variants)[:: 1 if turn % 2 else -1]:

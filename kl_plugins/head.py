@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,10 +16,6 @@ from kl_plugins.config import KLConfig
 from kl_plugins.credit import assign_credit
 from kl_plugins.estimators import LogRatioEstimator, get_estimator, log_ratio, select, upcast
 from kl_plugins.ratios import clip_active, ratio_of
-
-# Elements of a matrix that a CPU takes at a time, whole rows: all steps but the first find them in cache, and their
-# temporaries are not given back to the system, to be faulted in again.
-TILE = 2**17
 
 
 def kl_head(
@@ -53,8 +48,8 @@ def kl_head(
         ValueError: shapes differ, ``old_logp`` is missing, or an unmasked entry is not finite.
         RuntimeError: from backward, if a second derivative is asked for.
     """
-    batch = check_batch(logp, ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights)
-    return make_head(batch, config)[0]
+    terms = head_terms(logp, ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights)
+    return terms.matrix(logp)
 
 
 def combined_advantages(
@@ -74,68 +69,8 @@ def combined_advantages(
         ValueError: shapes differ, or an unmasked entry is not finite.
     """
     _same_shape(logp, advantages=advantages)
-    config = dataclasses.replace(config, correction="none")
-    terms = head_terms(check_batch(logp, ref_logp, mask=mask, config=config), config)
+    terms = head_terms(logp, ref_logp, mask=mask, config=dataclasses.replace(config, correction="none"))
     return upcast(advantages) - beta * terms.coefficient
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Inputs of :func:`kl_head` that fit together, ``[B, T]`` each."""
-
-    logp: Tensor
-    ref_logp: Tensor | None
-    mask: Tensor  # bool
-    old_logp: Tensor | None
-    rollout_weights: Tensor | None
-    finite: bool  # known to be, masked entries too
-
-    def rows(self, rows: slice) -> Batch:
-        """Some of the responses."""
-        columns = (self.logp, self.ref_logp, self.mask, self.old_logp, self.rollout_weights)
-        return Batch(*(None if x is None else x[rows] for x in columns), finite=self.finite)
-
-
-def check_batch(
-    logp: Tensor,
-    ref_logp: Tensor | None,
-    *,
-    mask: Tensor,
-    config: KLConfig,
-    old_logp: Tensor | None = None,
-    rollout_weights: Tensor | None = None,
-) -> Batch:
-    """Arguments and errors of :func:`kl_head`."""
-    if _corrected(config) and old_logp is None:
-        raise ValueError(f"kl.correction={config.correction!r} needs old_logp, the log-probabilities of the old policy")
-    if logp.dim() < 1 or not logp.is_floating_point():
-        raise ValueError(f"logp must be a float tensor [B, T], got {logp.dtype} of shape {tuple(logp.shape)}")
-    inputs = dict(ref_logp=ref_logp, old_logp=old_logp, rollout_weights=rollout_weights)
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    _same_shape(logp, mask=mask, **inputs)
-    mask = mask if mask.dtype == torch.bool else mask != 0
-    finite = config.check_finite and _check_finite(mask, logp=logp, **inputs)
-    return Batch(logp, ref_logp, mask, old_logp, rollout_weights, finite)
-
-
-def make_head(batch: Batch, config: KLConfig, measure: Callable[[HeadTerms], Tensor] | None = None):
-    """:func:`kl_head`'s matrix, and what ``measure`` makes of the terms of some rows at a time, stacked."""
-    logp, measured = batch.logp, []
-    tile = max(1, TILE // max(1, logp.shape[-1]))
-    if logp.dim() != 2 or logp.shape[0] <= tile or not logp.is_cpu or torch.compiler.is_compiling():
-        terms = head_terms(batch, config)
-        value, gradient = terms.value, terms.gradient
-        if measure is not None:
-            measured.append(measure(terms))
-    else:
-        value, gradient = (torch.empty_like(logp, dtype=upcast(logp[:0]).dtype) for _ in range(2))
-        for start in range(0, len(logp), tile):
-            rows = slice(start, start + tile)
-            terms = head_terms(batch.rows(rows), config)
-            value[rows], gradient[rows] = terms.value, terms.gradient
-            if measure is not None:
-                measured.append(measure(terms))
-    return _ValueForward.apply(logp, value, gradient), measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +86,32 @@ class HeadTerms:
     log_rho: Tensor | None  # log pi_theta / pi_old of each token; None without old_logp
     ratio: Tensor | None  # rho before its cap
 
+    def matrix(self, logp: Tensor) -> Tensor:
+        """:func:`kl_head`'s matrix, for the ``logp`` that the terms were made of."""
+        return _ValueForward.apply(logp, self.value, self.gradient)
+
 
 @torch.no_grad()
-def head_terms(batch: Batch, config: KLConfig) -> HeadTerms:
-    """The parts of :func:`kl_head` and of :func:`kl_plugins.kl_metrics`."""
-    logp, ref_logp, mask = batch.logp, batch.ref_logp, batch.mask
-    if batch.finite:
+def head_terms(
+    logp: Tensor,
+    ref_logp: Tensor | None,
+    *,
+    mask: Tensor,
+    config: KLConfig,
+    old_logp: Tensor | None = None,
+    rollout_weights: Tensor | None = None,
+) -> HeadTerms:
+    """The parts of :func:`kl_head` and of :func:`kl_plugins.kl_metrics`: same arguments and errors, no autograd."""
+    corrected = config.correction != "none" and config.form == "decoupled" and config.placement == "loss"
+    if corrected and old_logp is None:
+        raise ValueError(f"kl.correction={config.correction!r} needs old_logp, the log-probabilities of the old policy")
+    if logp.dim() < 1 or not logp.is_floating_point():
+        raise ValueError(f"logp must be a float tensor [B, T], got {logp.dtype} of shape {tuple(logp.shape)}")
+    inputs = dict(ref_logp=ref_logp, old_logp=old_logp, rollout_weights=rollout_weights)
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    _same_shape(logp, mask=mask, **inputs)
+    mask = mask if mask.dtype == torch.bool else mask != 0
+    if config.check_finite and _check_finite(mask, logp=logp, **inputs):
         mask = mask.view(torch.uint8).to(upcast(logp).dtype)  # as bytes: ten times as fast as from bool
 
     # Select before any nonlinearity: what a masked place holds (NaN, -1e10) never enters a formula.
@@ -184,16 +139,16 @@ def head_terms(batch: Batch, config: KLConfig) -> HeadTerms:
     coefficient = assign_credit(coefficient, mask, config.credit)
 
     pull, log_rho, ratio = coefficient, None, None
-    if batch.old_logp is not None:
-        log_rho = select(log_ratio(logp, batch.old_logp), mask)
+    if old_logp is not None:
+        log_rho = select(log_ratio(logp, old_logp), mask)
         ratio = select(ratio_of(log_rho, config.ratio), mask)
-    if _corrected(config):
+    if corrected:
         weight = ratio.clamp(max=config.ratio_cap)
         value, pull = weight * value, weight * pull
-    if batch.rollout_weights is not None:
-        value, pull = (select(upcast(batch.rollout_weights) * x, mask) for x in (value, pull))
+    if rollout_weights is not None:
+        value, pull = (select(upcast(rollout_weights) * x, mask) for x in (value, pull))
     gradient = pull
-    if _corrected(config) and config.correction == "clip":
+    if corrected and config.correction == "clip":
         gradient = pull * clip_active(weight, coefficient, config.clip_low, config.clip_high)
     return HeadTerms(mask, r, value, coefficient, pull, gradient, log_rho, ratio)
 
@@ -220,10 +175,6 @@ class _ValueForward(torch.autograd.Function):
             )
         (gradient,) = ctx.saved_tensors
         return (grad * gradient).to(ctx.dtype), None, None
-
-
-def _corrected(config: KLConfig) -> bool:
-    return config.correction != "none" and config.form == "decoupled" and config.placement == "loss"
 
 
 def _same_shape(logp: Tensor, **others: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kl_plugins.config import KLConfig
 from kl_plugins.estimators import get_estimator
-from kl_plugins.head import Batch, HeadTerms, check_batch, make_head
+from kl_plugins.head import HeadTerms, head_terms
 
 
 def kl_metrics(
@@ -41,65 +41,46 @@ def kl_metrics(
         ValueError: as :func:`kl_plugins.kl_head`.
     """
     config = config or KLConfig()
-    batch = check_batch(
-        logp.detach(), ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights
+    return measure(
+        head_terms(logp, ref_logp, mask=mask, config=config, old_logp=old_logp, rollout_weights=rollout_weights)
     )
-    return head_and_metrics(batch, config)[1]
-
-
-def head_and_metrics(batch: Batch, config: KLConfig) -> tuple[Tensor, dict[str, float]]:
-    """:func:`kl_plugins.kl_head`'s matrix and :func:`kl_metrics` from the same terms."""
-    matrix, parts = make_head(batch, config, _statistics)
-    parts = torch.stack(parts)
-    sums, (coef_max, rho_max) = parts[:, :-2].sum(0).tolist(), parts[:, -2:].amax(0).tolist()
-    count, k1, k2, k3, chi2, up, down, coef, pull, kept, log_rho, rho, rho2 = sums
-    count = count or 1.0
-    return matrix, {
-        "sampled": (k1 - log_rho) / count,
-        "k1": k1 / count,
-        "k2": k2 / count,
-        "k3": k3 / count,
-        "tail_up": up / count,
-        "tail_down": down / count,
-        "coef_mean": coef / count,
-        "coef_max": coef_max,
-        "clip_removed": (pull - kept) / pull if pull else 0.0,
-        "ess": rho * rho / (count * rho2) if rho2 else 0.0,
-        "rho_max": rho_max,
-        "chi2": chi2 / count,
-    }
 
 
 @torch.no_grad()
-def _statistics(terms: HeadTerms) -> Tensor:
-    """What adds up over rows, and two largest values last."""
-    r, size = terms.log_ratio, terms.coefficient.abs()
+def measure(terms: HeadTerms) -> dict[str, float]:
+    """:func:`kl_metrics` of terms that are there already, the head's."""
+    r, size, count = terms.log_ratio, terms.coefficient.abs(), terms.mask.sum()
     k3, k3_coefficient = get_estimator("k3").pair(r)
-    count = terms.mask.sum()
-    zero = torch.zeros_like(count)
-    pull = kept = zero
-    if terms.gradient is not terms.pull:
-        pull, kept = terms.pull.abs().sum(), terms.gradient.abs().sum()
-    rho = terms.mask.to(r.dtype) if terms.ratio is None else terms.ratio
-    return torch.stack(
-        [
-            count,
-            r.sum(),
-            get_estimator("k2").pair(r)[0].sum(),
-            k3.sum(),
-            k3_coefficient.square_().sum(),
-            r.clone().gt_(2).sum(),
-            r.clone().lt_(-2).sum(),
-            size.sum(),
-            pull,
-            kept,
-            zero if terms.log_rho is None else terms.log_rho.sum(),
-            rho.sum(),
-            rho.square().sum(),
-            _largest(size),
-            _largest(rho),
-        ]
-    )
+    sums = {
+        "count": count,
+        "k1": r.sum(),
+        "k2": get_estimator("k2").pair(r)[0].sum(),
+        "k3": k3.sum(),
+        "tail_up": r.clone().gt_(2).sum(),
+        "tail_down": r.clone().lt_(-2).sum(),
+        "coef_mean": size.sum(),
+        "coef_max": _largest(size),
+        "chi2": k3_coefficient.square_().sum(),
+        "pull": size.sum() if terms.pull is terms.coefficient else terms.pull.abs().sum(),
+        "log_rho": torch.zeros_like(count) if terms.log_rho is None else terms.log_rho.sum(),
+    }
+    if terms.ratio is None:
+        sums |= {"rho": count, "rho_squared": count, "rho_max": count.clamp(max=1)}
+    else:
+        rho = terms.ratio
+        sums |= {"rho": rho.sum(), "rho_squared": rho.square().sum(), "rho_max": _largest(rho)}
+    sums["kept"] = sums["pull"] if terms.gradient is terms.pull else terms.gradient.abs().sum()
+    x = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+    n = max(x["count"], 1)
+    return {
+        "sampled": (x["k1"] - x["log_rho"]) / n,
+        **{name: x[name] / n for name in ("k1", "k2", "k3", "tail_up", "tail_down", "coef_mean")},
+        "coef_max": x["coef_max"],
+        "clip_removed": (x["pull"] - x["kept"]) / (x["pull"] or 1),
+        "ess": x["rho"] ** 2 / (n * x["rho_squared"] or 1),
+        "rho_max": x["rho_max"],
+        "chi2": x["chi2"] / n,
+    }
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from oracle import head_reference
 
 from kl_plugins import KLConfig, combined_advantages, kl_head
-from kl_plugins.head import TILE
 
 L, OLD, R = [[-1.0, -2.0]], [[-1.5, -1.9]], [[-1.2, -2.4]]  # the worked example of the paper's (69), (70)
 
@@ -302,37 +301,15 @@ AXES_KEPT = [
 
 
 @pytest.mark.parametrize("axes", AXES_KEPT, ids=str)
-@pytest.mark.parametrize("shape", [(3, 5), (9, TILE // 4)], ids=["one tile", "three tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_matrix_is_kept_for_backward(axes, shape, dtype):
+def test_one_matrix_is_kept_for_backward(axes, dtype):
+    shape = (3, 5)
     logp, ref_logp, old_logp = (-torch.rand(shape).to(dtype) for _ in range(3))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         m = kl_head(logp.requires_grad_(), ref_logp, mask=torch.ones(shape), config=KLConfig(**axes), old_logp=old_logp)
     assert [t.untyped_storage().nbytes() for t in kept] == [4 * m.numel()]
     assert kept[0].untyped_storage().data_ptr() != m.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("axes", AXES_KEPT, ids=str)
-def test_rows_are_taken_a_few_at_a_time(axes):
-    """The whole is its rows one by one: no tile sees another, and none is left out."""
-    shape, config = (9, TILE // 4), KLConfig(**axes)
-    generator = torch.Generator().manual_seed(0)
-    logp, ref_logp, old_logp, weights = (-torch.rand(shape, generator=generator, dtype=torch.float64) for _ in range(4))
-    mask = torch.rand(shape, generator=generator) > 0.3
-    logp = torch.where(mask, logp, float("nan"))
-    upstream = torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    def run(rows):
-        leaf = logp[rows].clone().requires_grad_()
-        columns = dict(old_logp=old_logp[rows], rollout_weights=-weights[rows])
-        m = kl_head(leaf, ref_logp[rows], mask=mask[rows], config=config, **columns)
-        m.backward(upstream[rows])
-        return m.detach(), leaf.grad
-
-    whole, parts = run(slice(None)), [run(slice(i, i + 1)) for i in range(len(logp))]
-    for a, b in zip(whole, zip(*parts, strict=True), strict=True):
-        torch.testing.assert_close(a, torch.cat(b), rtol=1e-12, atol=1e-12)
 
 
 def test_upstream_gradient_is_multiplied_in():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kl_plugins.config import KLConfig
-from kl_plugins.head import check_batch, combined_advantages
-from kl_plugins.metrics import head_and_metrics
+from kl_plugins.head import combined_advantages, head_terms
+from kl_plugins.metrics import measure
 from kl_plugins.openrlhf.settings import Settings
 from kl_plugins.ratios import importance_ratio
 from kl_plugins.shaping import group_norm
@@ -44,19 +44,17 @@ class StepKL:
 
     def matrix(self, logp: Tensor, ref_logp: Tensor, old_logp: Tensor | None) -> Tensor:
         """`kl_head`'s matrix for OpenRLHF to aggregate, without gradient in the combined form; notes the metrics."""
-        config, rollout_logp, weights = self.config, self.experience.rollout_log_probs, None
+        batch: dict[str, Any] = dict(mask=self.mask, config=self.config, old_logp=old_logp)
+        rollout_logp = self.experience.rollout_log_probs
         if rollout_logp is not None:  # is_correction is on, and what vLLM sampled from is not quite pi_old
-            weights = importance_ratio(old_logp, rollout_logp, self.mask, cap=config.ratio_cap)
-        matrix, metrics = head_and_metrics(
-            check_batch(logp, ref_logp, mask=self.mask, config=config, old_logp=old_logp, rollout_weights=weights),
-            config,
-        )
-        metrics = {f"kl/{name}": value for name, value in metrics.items()}
+            batch["rollout_weights"] = importance_ratio(old_logp, rollout_logp, self.mask, cap=self.config.ratio_cap)
+        terms = head_terms(logp, ref_logp, **batch)
+        metrics = {f"kl/{name}": value for name, value in measure(terms).items()}
         self.experience.info.update({name: torch.tensor(value) for name, value in metrics.items()})
         largest = self.trainer.__dict__.setdefault("_kl_largest", {})
         largest.update({name: max(largest.get(name, metrics[name]), metrics[name]) for name in LARGEST})
         self.used = True
-        return matrix.detach() if self.config.form == "combined" else matrix
+        return terms.value if self.config.form == "combined" else terms.matrix(logp)
 
 
 def take_largest(trainer: Any) -> dict[str, float]:
@@ -66,11 +64,10 @@ def take_largest(trainer: Any) -> dict[str, float]:
 
 def reward_kl(config: KLConfig, samples: Any, logp: Tensor, ref_logp: Tensor) -> Tensor:
     """The penalty that OpenRLHF subtracts from the rewards, ``[B, T-1]``, detached; notes the metrics."""
-    batch = check_batch(logp, ref_logp, mask=samples.action_mask.bool(), config=config)
-    matrix, metrics = head_and_metrics(batch, config)
-    for name, value in metrics.items():
+    terms = head_terms(logp, ref_logp, mask=samples.action_mask.bool(), config=config)
+    for name, value in measure(terms).items():
         samples.info[f"kl/{name}"] = torch.full((len(logp),), value)  # OpenRLHF splits info by sample
-    return matrix.detach()
+    return terms.value
 
 
 def reward_config(args: Any) -> KLConfig | None:

@@ -29,8 +29,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from kl_plugins import drift
 from kl_plugins.config import KLConfig
 from kl_plugins.estimators import get_estimator
-from kl_plugins.head import check_batch, combined_advantages
-from kl_plugins.metrics import head_and_metrics
+from kl_plugins.head import combined_advantages, head_terms
+from kl_plugins.metrics import measure
 from kl_plugins.shaping import group_norm
 from kl_plugins.verl.config import COMBINED_LOSS, KL_TYPE
 
@@ -85,7 +85,7 @@ class _MicroBatch:
     metrics: dict[str, float] | None = None
 
     def matrix(self, logp: Tensor) -> Tensor:
-        batch = check_batch(
+        terms = head_terms(
             logp,
             self.ref_logp,
             mask=self.mask,
@@ -93,7 +93,7 @@ class _MicroBatch:
             old_logp=self.old_logp,
             rollout_weights=self.rollout_weights,
         )
-        m, self.metrics = head_and_metrics(batch, self.config)
+        m, self.metrics = terms.matrix(logp), measure(terms)
         # Combined: the pull is in the advantages already; the matrix only reports.
         return m.detach() if self.config.form == "combined" else m
 
