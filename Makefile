@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 STEPS ?= 20
 # What depends on the framework beside it and is therefore run in both environments.
-BOTH = tests/audit tests/cpu tests/data tests/docs tests/doctor tests/launch tests/recipes tests/report/test_curves.py \
+BOTH = tests/audit tests/benchmarks tests/cpu tests/data tests/docs tests/doctor tests/launch tests/recipes tests/report/test_curves.py \
   tests/test_package.py tests/test_drift.py
 export PYTHON
 

@@ -78,7 +78,10 @@ class LogRatioEstimator(KLEstimator):
     """An estimator of the log ratio alone: whoever has that already asks for both of its functions at once."""
 
     def pair(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and coefficient, ``[B, T]`` each, new or the argument itself, of what :func:`log_ratio` makes."""
+        """Value and coefficient, ``[B, T]`` each, new or the argument itself, of what :func:`log_ratio` makes.
+
+        The value at 0 has to be 0: that is the log ratio of a masked token.
+        """
         raise TypeError(f"{type(self).__name__} does not define pair(log_ratio)")
 
     def value(self, logp, ref_logp):
@@ -184,7 +187,7 @@ class K2(LogRatioEstimator):
     citation = "Schulman 2020, http://joschu.net/blog/kl-approx.html; arXiv 2510.01555 (14), (45)"
 
     def pair(self, log_ratio):
-        return log_ratio.square().div_(2), log_ratio
+        return log_ratio.square().mul_(0.5), log_ratio
 
 
 @register_estimator("k3")

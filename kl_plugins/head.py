@@ -123,7 +123,8 @@ def head_terms(
         """Value and coefficient, 0 at masked tokens."""
         estimator = get_estimator(name)
         if isinstance(estimator, LogRatioEstimator):
-            return [x if x is r else select(x, mask) for x in estimator.pair(r)]
+            value, coefficient = estimator.pair(r)
+            return [value, coefficient if coefficient is r else select(coefficient, mask)]
         columns = [select(upcast(x).clone(), mask) for x in (logp, ref_logp)]
         return [select(function(*columns).clone(), mask) for function in (estimator.value, estimator.coefficient)]
 
@@ -191,8 +192,8 @@ def _check_finite(mask: Tensor, **inputs: Tensor) -> bool:
         zero = sum(torch.where(mask, x.detach() * 0, 0).sum() for x in inputs.values())  # or NaN: fuses, unlike any()
         torch._assert_async(zero == 0, "kl_head: non-finite input at an unmasked token; run uncompiled to see where")
         return False
-    # NaN and infinity survive a sum, which is the cheapest way to look at everything once.
-    if math.isfinite(sum(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in inputs.values())):
+    # NaN and infinity survive a sum, the cheapest way to look at everything once; float16 would overflow.
+    if math.isfinite(sum(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.bfloat16)) for x in inputs.values())):
         return True
     for name, x in inputs.items():
         places = (~torch.isfinite(x) & mask).nonzero()
