@@ -34,7 +34,12 @@ def upcast(x: Tensor) -> Tensor:
 
 def log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:
     """``logp - other_logp``, ``[B, T]``, detached, float32 or float64, finite for finite inputs."""
-    return (upcast(logp) - upcast(other_logp)).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bound_(upcast(logp) - upcast(other_logp))
+
+
+def bound_(log_ratio: Tensor) -> Tensor:
+    """A difference of log-probabilities, in place, such that its square is finite."""
+    return log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kl_plugins.config import KLConfig
 from kl_plugins.credit import assign_credit
-from kl_plugins.estimators import LogRatioEstimator, get_estimator, log_ratio, select, upcast
+from kl_plugins.estimators import LogRatioEstimator, bound_, get_estimator, select, upcast
 from kl_plugins.ratios import clip_active, ratio_of
 
 
@@ -111,13 +111,16 @@ def head_terms(
     inputs = {name: x for name, x in inputs.items() if x is not None}
     _same_shape(logp, mask=mask, **inputs)
     mask = mask if mask.dtype == torch.bool else mask != 0
-    if config.check_finite and _check_finite(mask, logp=logp, **inputs):
+    reference = logp if ref_logp is None else ref_logp
+    differences = [upcast(logp) - upcast(x) for x in (reference, old_logp) if x is not None]
+    if config.check_finite and _all_finite(*differences, rollout_weights):
         mask = mask.view(torch.uint8).to(upcast(logp).dtype)  # as bytes: ten times as fast as from bool
-
+    else:
+        if config.check_finite:
+            _check_finite(mask, logp=logp, **inputs)
+        differences = [bound_(x) for x in differences]
     # Select before any nonlinearity: what a masked place holds (NaN, -1e10) never enters a formula.
-    no_reference = ref_logp is None
-    ref_logp = logp if no_reference else ref_logp
-    r = select(log_ratio(logp, ref_logp), mask)
+    r, *others = [select(x, mask) for x in differences]
 
     def pair(name: str) -> list[Tensor]:
         """Value and coefficient, 0 at masked tokens."""
@@ -125,7 +128,7 @@ def head_terms(
         if isinstance(estimator, LogRatioEstimator):
             value, coefficient = estimator.pair(r)
             return [value, coefficient if coefficient is r else select(coefficient, mask)]
-        columns = [select(upcast(x).clone(), mask) for x in (logp, ref_logp)]
+        columns = [select(upcast(x).clone(), mask) for x in (logp, reference)]
         return [select(function(*columns).clone(), mask) for function in (estimator.value, estimator.coefficient)]
 
     value, coefficient = pair(config.estimator)
@@ -133,7 +136,7 @@ def head_terms(
         coefficient = value
     if config.report not in (None, config.estimator):
         value, _ = pair(config.report)
-    if no_reference:  # no regulariser: k1's coefficient would be 1 even so
+    if ref_logp is None:  # no regulariser: k1's coefficient would be 1 even so
         coefficient = torch.zeros_like(r)
     if config.coefficient_bound is not None:
         coefficient = config.coefficient_bound * torch.tanh(coefficient / config.coefficient_bound)
@@ -141,7 +144,7 @@ def head_terms(
 
     pull, log_rho, ratio = coefficient, None, None
     if old_logp is not None:
-        log_rho = select(log_ratio(logp, old_logp), mask)
+        (log_rho,) = others
         ratio = select(ratio_of(log_rho, config.ratio), mask)
     if corrected:
         weight = ratio.clamp(max=config.ratio_cap)
@@ -151,6 +154,8 @@ def head_terms(
     gradient = pull
     if corrected and config.correction == "clip":
         gradient = pull * clip_active(weight, coefficient, config.clip_low, config.clip_high)
+    if value is gradient:  # k1 in the reward: what the framework does to the one must not reach the other
+        value = value.clone()
     return HeadTerms(mask, r, value, coefficient, pull, gradient, log_rho, ratio)
 
 
@@ -186,15 +191,20 @@ def _same_shape(logp: Tensor, **others: Tensor) -> None:
             )
 
 
-def _check_finite(mask: Tensor, **inputs: Tensor) -> bool:
-    """Whether all entries are finite, masked ones too; an unmasked one that is not is an error that names it."""
-    if torch.compiler.is_compiling():  # a compiled graph cannot branch on data; it can still refuse
+def _all_finite(*inputs: Tensor | None) -> bool:
+    """Whether nothing is NaN, infinite or too large to be squared, masked or not, seen in one cheap pass each."""
+    if torch.compiler.is_compiling():  # a compiled graph cannot branch on data
+        return False
+    flat = [upcast(x).flatten() for x in inputs if x is not None]
+    return math.isfinite(sum(torch.dot(x, x) for x in flat))
+
+
+def _check_finite(mask: Tensor, **inputs: Tensor) -> None:
+    """An unmasked entry that is not finite is an error that names it."""
+    if torch.compiler.is_compiling():  # it can still refuse
         zero = sum(torch.where(mask, x.detach() * 0, 0).sum() for x in inputs.values())  # or NaN: fuses, unlike any()
         torch._assert_async(zero == 0, "kl_head: non-finite input at an unmasked token; run uncompiled to see where")
-        return False
-    # NaN and infinity survive a sum, the cheapest way to look at everything once; float16 would overflow.
-    if math.isfinite(sum(x.detach().sum(dtype=torch.promote_types(x.dtype, torch.bfloat16)) for x in inputs.values())):
-        return True
+        return
     for name, x in inputs.items():
         places = (~torch.isfinite(x) & mask).nonzero()
         if len(places):
@@ -203,4 +213,3 @@ def _check_finite(mask: Tensor, **inputs: Tensor) -> bool:
                 f"{name} is not finite at {len(places)} of {int(mask.sum())} unmasked tokens, first at {list(first)}: "
                 f"{x[first].item()}. Mask those tokens, or mend what produced them (kl.check_finite=false skips this)"
             )
-    return False

@@ -294,6 +294,7 @@ def test_second_derivative_is_refused():
 AXES_KEPT = [
     dict(),
     dict(estimator="k3"),
+    dict(estimator="k1", placement="reward"),
     dict(estimator="mse", report="k1"),
     dict(correction="clip", credit="return"),
     dict(correction="is", ratio="sequence", credit="sequence", coefficient_bound=1.0),
