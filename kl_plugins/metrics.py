@@ -61,7 +61,7 @@ def measure(terms: HeadTerms) -> dict[str, float]:
         "tail_down": torch.lt(r, -2, out=flags).sum(),
         "coef_mean": size.sum(),
         "coef_max": _largest(size),
-        "chi2": k3_coefficient.square_().sum(),
+        "chi2": torch.dot(k3_coefficient.flatten(), k3_coefficient.flatten()),
         "pull": size.sum() if terms.pull is terms.coefficient else terms.pull.abs().sum(),
         "log_rho": torch.zeros_like(count) if terms.log_rho is None else terms.log_rho.sum(),
     }
