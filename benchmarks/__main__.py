@@ -1,4 +1,4 @@
-"""Run benchmarks and print one table: ``python -m benchmarks [head linear exact] [--json FILE]``."""
+"""Run benchmarks and print one table: ``python -m benchmarks [head linear step exact] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import exact, head, linear
+from benchmarks import exact, head, linear, step
 from benchmarks.measure import release, table
 
-SCRIPTS = {"head": head.run, "linear": linear.run, "exact": exact.run}
+SCRIPTS = {"head": head.run, "linear": linear.run, "step": step.run, "exact": exact.run}
 
 
 def main() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Result, in_turn, release
-from kl_plugins import KLConfig, kl_head, kl_metrics
+from kl_plugins import KLConfig
+from kl_plugins.head import head_terms
+from kl_plugins.metrics import measure
 
 SHAPE = (256, 2048)
 
@@ -21,7 +23,7 @@ def run(repeats: int) -> list[Result]:
         results += _compare(release("verl"), *_verl(), repeats)
     if importlib.util.find_spec("openrlhf"):
         results += _compare(release("openrlhf"), *_openrlhf(), repeats)
-    return results or [Result("head", "neither verl nor openrlhf is installed", 0, 0, 0)]
+    return results or _compare(release("torch"), lambda m, mask: (m * mask).sum() / mask.sum(), {}, repeats)
 
 
 def batch(shape=SHAPE, dtype=torch.float32) -> dict[str, Tensor]:
@@ -54,9 +56,10 @@ def ours(data: dict[str, Tensor], aggregate: Callable, metrics: bool = False, **
         terms["old_logp"] = data["old_logp"]
 
     def loss() -> Tensor:
-        if metrics:
-            kl_metrics(data["logp"], data["ref_logp"], **terms)
-        return aggregate(kl_head(data["logp"], data["ref_logp"], **terms), data["mask"])
+        made = head_terms(data["logp"], data["ref_logp"], **terms)
+        if metrics:  # as the plugins make both
+            measure(made)
+        return aggregate(made.matrix(data["logp"]), data["mask"])
 
     return loss
 
@@ -89,23 +92,40 @@ def _openrlhf() -> tuple[Callable, dict[str, Callable]]:
     }
 
 
+def _others() -> dict[str, Callable]:
+    """What takes the same place and is no framework's."""
+    known = {"k2 in plain torch": lambda logp, ref_logp, old_logp: (logp - ref_logp).square() / 2}
+    if importlib.util.find_spec("polgrad"):
+        from polgrad.kl import KLEstimator, kl_estimate
+
+        mask = batch()["mask"]
+        known[f"{release('polgrad')}, kl_estimate(k2)"] = lambda logp, ref_logp, old_logp: kl_estimate(
+            logp, ref_logp, KLEstimator.K2, response_mask=mask
+        )
+    return known
+
+
 def _compare(framework: str, aggregate: Callable, natives: dict[str, Callable], repeats: int) -> list[Result]:
     def native(function, data):
         columns = [data[name] for name in ("logp", "ref_logp", "old_logp")]
         return lambda: aggregate(function(*columns), data["mask"])
+
+    def alone(data):
+        return lambda: aggregate(data["logp"], data["mask"])
 
     def compare(title, data, losses):
         variants = {name: forward_backward(loss, data) for name, loss in losses.items()}
         return in_turn(f"head, {framework}, {title}", variants, repeats)
 
     data, half = batch(), batch(dtype=torch.bfloat16)
+    natives = natives | _others()
     first = next(iter(natives))
     results = compare(
         "float32",
         data,
         {name: native(function, data) for name, function in natives.items()}
         | {
-            "aggregation alone": lambda: aggregate(data["logp"], data["mask"]),
+            "aggregation alone": alone(data),
             "kl_head k2": ours(data, aggregate),
             "kl_head k3": ours(data, aggregate, estimator="k3"),
             "kl_head k2, report k3": ours(data, aggregate, report="k3"),
@@ -114,6 +134,8 @@ def _compare(framework: str, aggregate: Callable, natives: dict[str, Callable], 
             "kl_head k2, clip and kl_metrics": ours(data, aggregate, metrics=True, correction="clip"),
         },
     )
-    results += compare("bfloat16", half, {first: native(natives[first], half), "kl_head k2": ours(half, aggregate)})
-    compiled = {first: native(natives[first], data), "kl_head k2": ours(data, aggregate)}
-    return results + compare("torch.compile", data, {name: torch.compile(loss) for name, loss in compiled.items()})
+    for title, inputs, prepare in (("bfloat16", half, lambda loss: loss), ("torch.compile", data, torch.compile)):
+        few = {first: native(natives[first], inputs)}
+        few |= {"aggregation alone": alone(inputs), "kl_head k2": ours(inputs, aggregate)}
+        results += compare(title, inputs, {name: prepare(loss) for name, loss in few.items()})
+    return results

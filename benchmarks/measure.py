@@ -11,6 +11,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+LARGE = 2**23 - 2**10  # floats: as much as glibc's allocator adapts to
+
 
 @dataclasses.dataclass
 class Result:
@@ -36,17 +40,28 @@ def release(package: str) -> str:
 def in_turn(
     operation: str, variants: dict[str, Callable[[], object]], repeats: int, against: str | None = None
 ) -> list[Result]:
-    """All variants, then all again, ``repeats`` times after a warm-up: a slow spell of the machine hits every one."""
+    """All variants, then all again in the other direction, ``repeats`` times after a warm-up.
+
+    A slow spell of the machine hits them all: the ratio is the median over turns of the ratio within a turn.
+    """
+    # As in any training process: once a large block was freed, glibc keeps smaller ones instead of giving them back.
+    torch.ones(LARGE)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(repeats + 1):
-        for name, run in variants.items():
+        for name in list(variants)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
-            run()
+            variants[name]()
             if turn:
                 seconds[name].append(time.perf_counter() - start)
-    base = statistics.median(seconds[against or next(iter(variants))])
+    base = seconds[against or next(iter(variants))]
     return [
-        Result(operation, name, 1e3 * statistics.median(s), 1e3 * min(s), statistics.median(s) / base)
+        Result(
+            operation,
+            name,
+            1e3 * statistics.median(s),
+            1e3 * min(s),
+            statistics.median(mine / theirs for mine, theirs in zip(s, base, strict=True)),
+        )
         for name, s in seconds.items()
     ]
 

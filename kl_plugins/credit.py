@@ -6,18 +6,18 @@ Shapes: ``[B, T]``; see math of https://arxiv.org/abs/2510.01555 for the bandit 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from kl_plugins.estimators import select
 
 
 def assign_credit(coefficient: Tensor, mask: Tensor, credit: str) -> Tensor:
-    """C from c, ``[B, T]``: 0 at masked tokens, which neither give nor take blame.
+    """C from c, ``[B, T]``, both 0 at masked tokens, which neither give nor take blame; ``mask`` is `select`'s.
 
     ``token``: C_t = c_t. ``return``: C_t = sum of c_s over unmasked s >= t. ``sequence``: the sum over all unmasked s.
     """
-    c = torch.where(mask, coefficient, 0.0)
     if credit == "return":
-        c = c.flip(-1).cumsum(-1).flip(-1)
-    elif credit == "sequence":
-        c = c.sum(-1, keepdim=True).expand_as(c)
-    return torch.where(mask, c, 0.0)
+        return select(coefficient.flip(-1).cumsum(-1).flip(-1), mask)
+    if credit == "sequence":
+        return select(coefficient.sum(-1, keepdim=True).expand_as(coefficient).clone(), mask)
+    return coefficient

@@ -34,7 +34,21 @@ def upcast(x: Tensor) -> Tensor:
 
 def log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:
     """``logp - other_logp``, ``[B, T]``, detached, float32 or float64, finite for finite inputs."""
-    return (upcast(logp) - upcast(other_logp)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return bound_(upcast(logp) - upcast(other_logp))
+
+
+def bound_(log_ratio: Tensor) -> Tensor:
+    """A difference of log-probabilities, in place, such that its square is finite."""
+    return log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` at unmasked tokens, 0 elsewhere, ``[B, T]``; ``x`` is the caller's own, and may be overwritten.
+
+    A bool mask drops whatever ``x`` holds, NaN too. A 0/1 mask in the dtype of ``x`` is for a finite ``x``: a product
+    in place, which a CPU does 15 times as fast as a choice.
+    """
+    return torch.where(mask, x, 0.0) if mask.dtype == torch.bool else x.mul_(mask)
 
 
 class KLEstimator:
@@ -63,6 +77,23 @@ class KLEstimator:
     def coefficient(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
         """Per-token factor of grad logp in the gradient that "as loss" descends (71)."""
         raise TypeError(f"{type(self).__name__} does not define coefficient(logp, ref_logp)")
+
+
+class LogRatioEstimator(KLEstimator):
+    """An estimator of the log ratio alone: whoever has that already asks for both of its functions at once."""
+
+    def pair(self, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and coefficient, ``[B, T]`` each, new or the argument itself, of what :func:`log_ratio` makes.
+
+        The value at 0 has to be 0: that is the log ratio of a masked token.
+        """
+        raise TypeError(f"{type(self).__name__} does not define pair(log_ratio)")
+
+    def value(self, logp, ref_logp):
+        return self.pair(log_ratio(logp, ref_logp))[0]
+
+    def coefficient(self, logp, ref_logp):
+        return self.pair(log_ratio(logp, ref_logp))[1]
 
 
 _REGISTRY: dict[str, KLEstimator] = {}
@@ -142,36 +173,30 @@ def _load_entry_points() -> None:
 
 
 @register_estimator("k1")
-class K1(KLEstimator):
+class K1(LogRatioEstimator):
     """k1 = log_ratio, coefficient 1 (10): unbiased as a value, pure noise as a loss."""
 
     objective = "nothing: E[grad logp] = 0, pure noise (10)"
     citation = "Schulman 2020, http://joschu.net/blog/kl-approx.html; arXiv 2510.01555 (10), (13)"
     vacuous = True
 
-    def value(self, logp, ref_logp):
-        return log_ratio(logp, ref_logp)
-
-    def coefficient(self, logp, ref_logp):
-        return torch.ones_like(log_ratio(logp, ref_logp))
+    def pair(self, log_ratio):
+        return log_ratio, torch.ones_like(log_ratio)
 
 
 @register_estimator("k2")
-class K2(KLEstimator):
+class K2(LogRatioEstimator):
     """k2 = log_ratio^2 / 2, coefficient log_ratio (12), (14), (45)."""
 
     objective = "reverse KL, KL(pi || pi_ref), exactly (12), (14), (45)"
     citation = "Schulman 2020, http://joschu.net/blog/kl-approx.html; arXiv 2510.01555 (14), (45)"
 
-    def value(self, logp, ref_logp):
-        return log_ratio(logp, ref_logp).square() / 2
-
-    def coefficient(self, logp, ref_logp):
-        return log_ratio(logp, ref_logp)
+    def pair(self, log_ratio):
+        return log_ratio.square().mul_(0.5), log_ratio
 
 
 @register_estimator("k3")
-class K3(KLEstimator):
+class K3(LogRatioEstimator):
     """k3 = exp(-log_ratio) - 1 + log_ratio, coefficient 1 - exp(-log_ratio) (16), (59).
 
     The log ratio is bounded by ``EXP_BOUND`` inside exp, and the coefficient is evaluated at the bound: a far token
@@ -184,12 +209,9 @@ class K3(KLEstimator):
         "its detached value as a penalty collapses: the reward gradient is E[k3 grad logp], not of any KL"
     )
 
-    def value(self, logp, ref_logp):
-        r = log_ratio(logp, ref_logp)
-        return torch.expm1(-_bounded(r)) + r.clamp(min=-EXP_BOUND)
-
-    def coefficient(self, logp, ref_logp):
-        return -torch.expm1(-_bounded(log_ratio(logp, ref_logp)))
+    def pair(self, log_ratio):
+        growth = (-log_ratio).clamp_(-EXP_BOUND, EXP_BOUND).expm1_()
+        return log_ratio.clamp(min=-EXP_BOUND).add_(growth), growth.neg_()
 
 
 @register_estimator("mse")
@@ -210,23 +232,18 @@ class MSE(KLEstimator):
         """(pi - pi_ref) * pi^(power - 1), by expm1 so that near-equal probabilities keep their digits."""
         r = log_ratio(logp, ref_logp)
         beyond = (-r - EXP_BOUND).clamp(min=0)  # what the bound inside expm1 left out, put back in log space
-        return -torch.expm1(-_bounded(r)) * (power * upcast(logp) + beyond).clamp(max=EXP_BOUND).exp()
+        return (
+            -torch.expm1(-r.clamp(-EXP_BOUND, EXP_BOUND)) * (power * upcast(logp) + beyond).clamp(max=EXP_BOUND).exp()
+        )
 
 
 @register_estimator("none")
-class Unregularised(KLEstimator):
+class Unregularised(LogRatioEstimator):
     """Coefficient 0: the KL (k1's value) is monitored, not regularised."""
 
     objective = "nothing, on purpose: the KL is monitored, not regularised"
     citation = "the unregularised baseline of arXiv 2510.01555"
     unsafe_in_reward = "'none' regularises nothing; switch the framework's KL reward off instead"
 
-    def value(self, logp, ref_logp):
-        return log_ratio(logp, ref_logp)
-
-    def coefficient(self, logp, ref_logp):
-        return torch.zeros_like(log_ratio(logp, ref_logp))
-
-
-def _bounded(r: Tensor) -> Tensor:
-    return r.clamp(-EXP_BOUND, EXP_BOUND)
+    def pair(self, log_ratio):
+        return log_ratio, torch.zeros_like(log_ratio)

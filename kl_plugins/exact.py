@@ -29,7 +29,6 @@ from torch.autograd.function import once_differentiable
 from kl_plugins.estimators import EXP_BOUND, get_estimator, log_ratio, upcast
 
 DIRECTIONS = ("reverse", "forward", "mse")
-CHUNK, CUDA_CHUNK = 128, 512
 # Logits that a thread turns into gradients at a time: with the reference's and a temporary, what a core's cache holds.
 TILE = 2**17
 # Rows of the head whose half-precision product is added to the float32 gradient at a time.
@@ -53,7 +52,7 @@ def kl_from_hidden(
     *,
     labels: Tensor | None = None,
     temperature: float = 1.0,
-    chunk: int | None = None,
+    chunk: int = 512,
     direction: str = "reverse",
     token_weights: Tensor | None = None,
     token_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -80,8 +79,8 @@ def kl_from_hidden(
         labels: ``[...]`` int64, the token drawn at each position (already shifted). A position that holds
             ``ignore_index`` is left out: its hidden states may hold anything.
         temperature: divides both models' logits.
-        chunk: rows taken at a time; the logits held are 8 * chunk * V bytes in float32. Default: ``CHUNK`` on a CPU,
-            ``CUDA_CHUNK`` on a GPU, whose products need more rows to pay for reading the heads.
+        chunk: rows taken at a time; the logits held are 8 * chunk * V bytes in float32. Fewer rows save memory, and
+            cost time when the products no longer pay for reading the heads.
         direction: see the module.
         token_weights: ``[...]`` what each position's KL weighs in ``loss``; mask / tokens is a token mean. Default: 1.
         token_loss: ``f(logp, positions) -> [n]``, a policy loss of the label log-probabilities ``[n]`` at
@@ -123,7 +122,7 @@ def kl_from_logits(
     *,
     labels: Tensor | None = None,
     temperature: float = 1.0,
-    chunk: int | None = None,
+    chunk: int = 512,
     direction: str = "reverse",
     token_weights: Tensor | None = None,
     token_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -209,60 +208,104 @@ def softmax_kl_gradient_(
     direction: str,
     labels: Tensor | None = None,
     weights: Tensor | None = None,
-    label_slope: Callable[[Tensor], Tensor] | None = None,
+    label_slope: Callable[[Tensor, slice], Tensor] | None = None,
     group: Any = None,
 ) -> Tensor:
-    """The step of one chunk, in place: ``logits`` [n, V] become d loss / d logits, ``ref_logits`` [n, V] scratch.
+    """The step of one chunk: ``logits`` [n, V] become d loss / d logits, in place; ``ref_logits`` [n, V] are scratch.
 
-    loss = sum(weights * kl) + a function of the label log-probabilities with gradient ``label_slope(logp)`` [n].
-    Without ``weights`` [n] nothing is differentiated. Labels are [n], -1 on the ranks of ``group`` that do not hold
-    them. Returns ``[3, n]``: kl, log pi(label), log pi_ref(label).
+    loss = sum(weights * kl) + a function of the label log-probabilities, whose gradient at some of the rows is
+    ``label_slope(logp, rows)``. Without ``weights`` [n] nothing is differentiated and the logits are scratch too.
+    Labels are [n], -1 on the ranks of ``group`` that do not hold them. Returns ``[3, n]``: kl, log pi(label),
+    log pi_ref(label).
     """
-    z, r = logits, ref_logits
-    normalisers = torch.stack([z.logsumexp(-1), r.logsumexp(-1)])
-    if group is not None:
-        normalisers = _all_gather(normalisers, group).logsumexp(0)
-    z.sub_(normalisers[0].unsqueeze(-1))
-    r.sub_(normalisers[1].unsqueeze(-1))
-    out = z.new_zeros(4, len(z))  # kl, logp, ref_logp, and for mse sum_y pi (pi - pi_ref)
+    n, vocabulary = logits.shape
+    label_logits = logits.new_zeros(2, n, 1)
     if labels is not None:
-        here, column = labels >= 0, labels.clamp(min=0).unsqueeze(-1)
-        out[1] = torch.where(here, z.gather(-1, column).squeeze(-1), 0.0)
-        out[2] = torch.where(here, r.gather(-1, column).squeeze(-1), 0.0)
+        here, column = (labels >= 0).unsqueeze(-1), labels.clamp(min=0).unsqueeze(-1)
+        label_logits = torch.stack([torch.where(here, x.gather(-1, column), 0.0) for x in (logits, ref_logits)])
+        _all_reduce(label_logits, group)
+    # A CPU takes a few rows at a time, so that all passes but the first find them in cache; collectives take them all.
+    tile = n if group is not None or logits.is_cuda else max(1, TILE * torch.get_num_threads() // vocabulary)
+    statistics, slopes = [], []
+    for start in range(0, n, tile):
+        rows = slice(start, min(start + tile, n))
+        measured = _measure_(logits[rows], ref_logits[rows], direction, group)
+        statistics.append(torch.stack([measured.kl, *measured.log_masses]))
+        if label_slope is not None:
+            logp = label_logits[0, rows] - measured.log_masses[0]
+            slopes.append(label_slope(logp.squeeze(-1), rows).unsqueeze(-1))
+        if weights is not None:
+            slope = slopes[-1] if slopes else None
+            _differentiate_(measured, direction, weights[rows].unsqueeze(-1), slope)
+    if slopes and weights is not None:
+        logits.scatter_add_(-1, column, torch.where(here, torch.cat(slopes), 0.0))
+    kl, *log_masses = torch.cat(statistics, 1)
+    return torch.cat([kl, *(label_logits - torch.stack(log_masses))], -1).T
 
-    # From log-probabilities to probabilities, in the same storage.
+
+class _Measured(NamedTuple):
+    """Some rows halfway: [rows, V] in the storage of the logits and one temporary, and columns [rows, 1]."""
+
+    p: Tensor  # times mass, but for "mse"
+    q: Tensor  # times ref_mass; overwritten but for "forward"
+    difference: Tensor  # what p or q was weighted by
+    mass: Tensor
+    ref_mass: Tensor
+    log_masses: Tensor  # [2, rows, 1] the logarithms of both softmaxes' denominators
+    kl: Tensor
+    centre: Tensor  # mean of difference under p (under q for "forward")
+
+
+def _measure_(z: Tensor, r: Tensor, direction: str, group: Any) -> _Measured:
+    # One temporary: three would go back to the system after every tile, and be faulted in again.
+    if direction != "mse":
+        difference = z - r if direction == "reverse" else r - z
+    tops = _all_reduce(torch.stack([z.amax(-1, keepdim=True), r.amax(-1, keepdim=True)]), group, "max")
+    p, q = z.sub_(tops[0]).exp_(), r.sub_(tops[1]).exp_()
+    mass, ref_mass = masses = _all_reduce(torch.stack([p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)]), group)
+    log_mass, ref_log_mass = log_masses = masses.log() + tops
     if direction == "reverse":
-        difference = _log_ratio_(torch.sub(z, r, out=r))
-        p = z.exp_()
-        out[0] = (p * difference).sum(-1)
+        centre = _all_reduce(_weighted_sum(p, difference, out=q), group) / mass
+        kl = centre + (ref_log_mass - log_mass)
     elif direction == "forward":
-        q = r.exp()
-        out[0] = (q * _log_ratio_(r.sub_(z))).sum(-1)
-        p = z.exp_()
+        centre = _all_reduce(_weighted_sum(q, difference), group) / ref_mass
+        kl = centre + (log_mass - ref_log_mass)
     else:
-        p = z.exp_()
-        difference = torch.sub(p, r.exp_(), out=r)
-        out[0] = difference.square().sum(-1) / 2
-        out[3] = (p * difference).sum(-1)
+        difference = torch.sub(p.div_(mass), q.div_(ref_mass), out=q)
+        sums = torch.stack([x.sum(-1, keepdim=True) for x in (difference.square(), p * difference)])
+        kl, centre = _all_reduce(sums, group)
+        kl, mass = kl / 2, torch.ones_like(mass)
+    return _Measured(p, q, difference, mass, ref_mass, log_masses, kl, centre)
+
+
+def _differentiate_(rows: _Measured, direction: str, weight: Tensor, slope: Tensor | None) -> None:
+    """Turns p into weight * d kl / d logits + slope * d log pi(label) / d logits, but for the label's own 1."""
+    p, q, difference, mass, ref_mass = rows[:5]
+    if direction == "forward":
+        p.mul_((weight if slope is None else weight - slope) / mass).sub_(q.mul_(weight / ref_mass))
+    else:
+        difference.sub_(rows.centre).mul_(weight / mass)
+        p.mul_(difference if slope is None else difference.sub_(slope / mass))
+
+
+def _weighted_sum(a: Tensor, difference: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum of a * difference, [rows, 1], difference being log a - log b up to a constant.
+
+    Where tokens are excluded the difference is mended in place: 0 where a = 0, inf where only b = 0.
+    """
+    total = torch.mul(a, difference, out=out).sum(-1, keepdim=True)
+    if total.isnan().any():
+        difference.nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
+        total = torch.mul(a, difference, out=out).sum(-1, keepdim=True)
+    return total
+
+
+def _all_reduce(x: Tensor, group: Any, operation: str = "sum") -> Tensor:
+    """``x`` summed, or its largest, over the ranks of a group, in place; ``x`` without one."""
     if group is not None:
-        torch.distributed.all_reduce(out, group=group)
-
-    slope = None if label_slope is None else label_slope(out[1]).unsqueeze(-1)
-    if weights is not None:
-        weights = weights.unsqueeze(-1)
-        if direction == "forward":
-            p.mul_(weights if slope is None else weights - slope).sub_(q.mul_(weights))
-        else:
-            difference.sub_(out[0 if direction == "reverse" else 3].unsqueeze(-1)).mul_(weights)
-            p.mul_(difference if slope is None else difference.sub_(slope))
-        if slope is not None:
-            p.scatter_add_(-1, column, torch.where(here.unsqueeze(-1), slope, 0.0))
-    return out[:3]
-
-
-def _log_ratio_(x: Tensor) -> Tensor:
-    """log a - log b to be weighted by a: 0 where a = 0, inf where only b = 0."""
-    return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
+        reduce = torch.distributed.ReduceOp
+        torch.distributed.all_reduce(x, reduce.MAX if operation == "max" else reduce.SUM, group=group)
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,32 +343,29 @@ class _Task:
             if self.temperature != 1:
                 logits.div_(self.temperature)
                 ref_logits.div_(self.temperature)
-            step, tile = _step_for(logits, self.group)
-            for first in range(rows.start, rows.stop, tile):
-                part = slice(first, min(first + tile, rows.stop))
-                local = slice(part.start - rows.start, part.stop - rows.start)
-                out[:, part] = step(
-                    logits[local],
-                    ref_logits[local],
-                    direction=self.direction,
-                    labels=None if self.labels is None else self.labels[part],
-                    weights=None if use is None else weights[part],
-                    label_slope=self._label_slope(part, use is not None, token_losses),
-                    group=self.group,
-                )
+            out[:, rows] = _step_for(logits, self.group)(
+                logits,
+                ref_logits,
+                direction=self.direction,
+                labels=None if self.labels is None else self.labels[rows],
+                weights=None if use is None else weights[rows],
+                label_slope=self._label_slope(rows, use is not None, token_losses),
+                group=self.group,
+            )
             if use is not None:
                 use(rows, logits if self.softcap is None else logits.mul_(cap_slope))
         return sum(token_losses, (weights * out[0]).sum()), out
 
-    def _label_slope(self, rows: slice, differentiate: bool, values: list[Tensor]) -> Callable | None:
-        """The step's ``label_slope`` for these rows; sums of ``token_loss`` go to ``values``."""
+    def _label_slope(self, chunk: slice, differentiate: bool, values: list[Tensor]) -> Callable | None:
+        """The step's ``label_slope`` for a chunk; sums of ``token_loss`` go to ``values``."""
         if self.token_loss is None:
             return None
+        positions = self.positions[chunk]
 
-        def label_slope(logp: Tensor) -> Tensor:
+        def label_slope(logp: Tensor, rows: slice) -> Tensor:
             with torch.set_grad_enabled(differentiate):
                 leaf = logp.clone().requires_grad_(differentiate)
-                value = self.token_loss(leaf, self.positions[rows])
+                value = self.token_loss(leaf, positions[rows])
                 if value.shape != leaf.shape:
                     raise ValueError(
                         f"token_loss gave {tuple(value.shape)} for logp {tuple(leaf.shape)}: must be equal"
@@ -352,8 +392,6 @@ def _task(
         raise ValueError(f"temperature={temperature} must be finite and > 0")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap} must be > 0, or None for no bound")
-    if chunk is None:
-        chunk = CUDA_CHUNK if device.type == "cuda" else CHUNK
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
     if token_loss is not None and labels is None:
@@ -399,8 +437,8 @@ class _FromHidden(torch.autograd.Function):
                 (_add_product if rows.start else _product)(gradient.T, hidden[rows], grad_weight)
 
         loss, per_row = task.run(make, use if any(ctx.needs_input_grad[:3]) else None, dtype)
-        if task.group is not None and to_hidden:
-            torch.distributed.all_reduce(grad_hidden, group=task.group)
+        if to_hidden:
+            _all_reduce(grad_hidden, task.group)
         ctx.gradients, ctx.temperature = [grad_hidden, grad_weight, grad_bias], task.temperature
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.mark_non_differentiable(per_row)
@@ -444,15 +482,12 @@ def _scaled_gradients(ctx, grad_loss: Tensor) -> list[Tensor | None]:
     return [None if g is None else g.mul_(scale).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
 
 
-def _step_for(logits: Tensor, group: Any) -> tuple[Callable, int]:
-    """The step for this device, and the rows it takes at a time."""
-    if group is not None:  # few and large collectives
-        return softmax_kl_gradient_, len(logits)
-    if logits.is_cuda:
+def _step_for(logits: Tensor, group: Any) -> Callable:
+    if logits.is_cuda and group is None:
         from kl_plugins import exact_triton
 
-        return exact_triton.softmax_kl_gradient_, len(logits)
-    return softmax_kl_gradient_, max(1, TILE * torch.get_num_threads() // logits.shape[-1])
+        return exact_triton.softmax_kl_gradient_
+    return softmax_kl_gradient_
 
 
 def _cap_(logits: Tensor, cap: float) -> Tensor:
@@ -490,18 +525,12 @@ def _add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
         part.add_(torch.mm(factor, b, out_dtype=out.dtype))
 
 
-def _all_gather(x: Tensor, group: Any) -> Tensor:
-    """``[ranks, *x.shape]``."""
-    parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(parts, x, group=group)
-    return torch.stack(parts)
-
-
 def _local_labels(labels: Tensor, vocabulary: int, group: Any) -> Tensor:
     """Labels as rows of the local head, -1: another rank's."""
     sizes, rank = torch.tensor([vocabulary], device=labels.device), 0
     if group is not None:
-        sizes, rank = _all_gather(sizes, group).flatten(), torch.distributed.get_rank(group)
+        rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        sizes = _all_reduce(torch.where(torch.arange(ranks, device=labels.device) == rank, vocabulary, 0), group)
     wrong = (labels < 0) | (labels >= sizes.sum())
     if wrong.any():
         raise ValueError(

@@ -25,7 +25,7 @@ def softmax_kl_gradient_(
     direction: str,
     labels: Tensor | None = None,
     weights: Tensor | None = None,
-    label_slope: Callable[[Tensor], Tensor] | None = None,
+    label_slope: Callable[[Tensor, slice], Tensor] | None = None,
     group: None = None,
 ) -> Tensor:
     """:func:`kl_plugins.exact.softmax_kl_gradient_`, for a whole vocabulary; ``ref_logits`` are only read.
@@ -41,36 +41,20 @@ def softmax_kl_gradient_(
     rows, vocabulary = z.shape
     if z.stride(-1) != 1 or r.stride(-1) != 1:
         raise ValueError(f"logits must be contiguous in the vocabulary, strides are {z.stride()} and {r.stride()}")
-    kind = DIRECTIONS.index(direction)
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    shape = dict(DIRECTION=DIRECTIONS.index(direction), BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)))
+    # Per row: kl, the largest logits, the sums of exp(logit - largest), and what p's gradient is centred at.
+    kl, top, ref_top, mass, ref_mass, _ = rows_of = z.new_empty(6, rows)
+    _statistics[(rows,)](z, r, rows_of, z.stride(0), r.stride(0), rows, vocabulary, num_warps=WARPS, **shape)
     out = z.new_zeros(3, rows)
-    normaliser, ref_normaliser, centre = z.new_empty(3, rows)
-    grid = (rows,)
-    _statistics[grid](
-        z,
-        r,
-        normaliser,
-        ref_normaliser,
-        out,
-        centre,
-        z.stride(0),
-        r.stride(0),
-        vocabulary,
-        DIRECTION=kind,
-        BLOCK=block,
-        num_warps=WARPS,
-    )
+    out[0] = kl
     if labels is not None:
         column = labels.unsqueeze(-1)
-        out[1] = z.gather(-1, column).squeeze(-1) - normaliser
-        out[2] = r.gather(-1, column).squeeze(-1) - ref_normaliser
-    slope = None if label_slope is None else label_slope(out[1])
+        out[1] = z.gather(-1, column).squeeze(-1) - (top + mass.log())
+        out[2] = r.gather(-1, column).squeeze(-1) - (ref_top + ref_mass.log())
+    slope = None if label_slope is None else label_slope(out[1], slice(0, rows))
     if weights is not None:
-        zero = torch.zeros_like(weights) if slope is None else slope.contiguous()
-        _gradient[grid](
-            z, r, normaliser, ref_normaliser, centre, weights.contiguous(), zero, z.stride(0), r.stride(0), vocabulary,
-            DIRECTION=kind, BLOCK=block, num_warps=WARPS,
-        )  # fmt: skip
+        factors = torch.stack([weights, torch.zeros_like(weights) if slope is None else slope])
+        _gradient[(rows,)](z, r, rows_of, factors, z.stride(0), r.stride(0), rows, vocabulary, num_warps=WARPS, **shape)
         if slope is not None:
             z.scatter_add_(-1, column, slope.unsqueeze(-1))
     return out
@@ -78,49 +62,59 @@ def softmax_kl_gradient_(
 
 @triton.jit
 def _log_ratio(a, b):
-    """log a - log b to be weighted by a: 0 where a = 0."""
+    """log a - log b, up to a constant, to be weighted by a: 0 where a = 0."""
     return tl.where(a == float("-inf"), 0.0, a - b)
 
 
 @triton.jit
 def _statistics(
-    z_ptr, r_ptr, normaliser_ptr, ref_normaliser_ptr, value_ptr, centre_ptr, z_stride, r_stride, vocabulary,
-    DIRECTION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    z_ptr, r_ptr, rows_ptr, z_stride, r_stride, rows, vocabulary, DIRECTION: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     r_ptr += row * r_stride
+    rows_ptr += row
     columns = tl.arange(0, BLOCK)
     lanes = tl.zeros((BLOCK,), z_ptr.dtype.element_ty)
-    top, ref_top, mass, ref_mass = lanes - float("inf"), lanes - float("inf"), lanes, lanes
+    tops, ref_tops, masses, ref_masses = lanes - float("inf"), lanes - float("inf"), lanes, lanes
     # Online softmax in every lane, reduced once at the end.
     for start in range(0, vocabulary, BLOCK):
         inside = start + columns < vocabulary
         z = tl.load(z_ptr + start + columns, mask=inside, other=float("-inf"))
         r = tl.load(r_ptr + start + columns, mask=inside, other=float("-inf"))
-        mass, top = _add_exp(mass, top, z)
-        ref_mass, ref_top = _add_exp(ref_mass, ref_top, r)
-    normaliser = _log_mass(mass, top)
-    ref_normaliser = _log_mass(ref_mass, ref_top)
+        masses, tops = _add_exp(masses, tops, z)
+        ref_masses, ref_tops = _add_exp(ref_masses, ref_tops, r)
+    top, ref_top = tl.max(tops, 0), tl.max(ref_tops, 0)
+    mass = tl.sum(masses * tl.exp(tops - top), 0)
+    ref_mass = tl.sum(ref_masses * tl.exp(ref_tops - ref_top), 0)
 
-    value, centre = lanes, lanes
+    values, centres = lanes, lanes
     for start in range(0, vocabulary, BLOCK):
         inside = start + columns < vocabulary
-        z = tl.load(z_ptr + start + columns, mask=inside, other=float("-inf")) - normaliser
-        r = tl.load(r_ptr + start + columns, mask=inside, other=float("-inf")) - ref_normaliser
+        z = tl.load(z_ptr + start + columns, mask=inside, other=float("-inf"))
+        r = tl.load(r_ptr + start + columns, mask=inside, other=float("-inf"))
+        p, q = tl.exp(z - top), tl.exp(r - ref_top)
         if DIRECTION == REVERSE:
-            value += tl.exp(z) * _log_ratio(z, r)
+            values += p * _log_ratio(z, r)
         elif DIRECTION == FORWARD:
-            value += tl.exp(r) * _log_ratio(r, z)
+            values += q * _log_ratio(r, z)
         else:
-            difference = tl.exp(z) - tl.exp(r)
-            value += difference * difference / 2
-            centre += tl.exp(z) * difference
-    total = tl.sum(value, 0)
-    tl.store(normaliser_ptr + row, normaliser)
-    tl.store(ref_normaliser_ptr + row, ref_normaliser)
-    tl.store(value_ptr + row, total)
-    tl.store(centre_ptr + row, total if DIRECTION == REVERSE else tl.sum(centre, 0))
+            difference = p / mass - q / ref_mass
+            values += difference * difference / 2
+            centres += p / mass * difference
+    value, centre = tl.sum(values, 0), tl.sum(centres, 0)
+    shift = ref_top - top + tl.log(ref_mass / mass)  # log normaliser of the reference less the policy's
+    if DIRECTION == REVERSE:
+        centre = value / mass
+        value = centre + shift
+    elif DIRECTION == FORWARD:
+        value = value / ref_mass - shift
+    tl.store(rows_ptr, value)
+    tl.store(rows_ptr + rows, top)
+    tl.store(rows_ptr + 2 * rows, ref_top)
+    tl.store(rows_ptr + 3 * rows, mass)
+    tl.store(rows_ptr + 4 * rows, ref_mass)
+    tl.store(rows_ptr + 5 * rows, centre)
 
 
 @triton.jit
@@ -132,31 +126,30 @@ def _add_exp(mass, top, x):
 
 
 @triton.jit
-def _log_mass(mass, top):
-    highest = tl.max(top, 0)
-    return highest + tl.log(tl.sum(mass * tl.exp(top - highest), 0))
-
-
-@triton.jit
 def _gradient(
-    z_ptr, r_ptr, normaliser_ptr, ref_normaliser_ptr, centre_ptr, weight_ptr, slope_ptr, z_stride, r_stride, vocabulary,
-    DIRECTION: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, r_ptr, rows_ptr, factors_ptr, z_stride, r_stride, rows, vocabulary, DIRECTION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     r_ptr += row * r_stride
-    normaliser, ref_normaliser = tl.load(normaliser_ptr + row), tl.load(ref_normaliser_ptr + row)
-    centre, weight, slope = tl.load(centre_ptr + row), tl.load(weight_ptr + row), tl.load(slope_ptr + row)
+    rows_ptr += row
+    top, ref_top = tl.load(rows_ptr + rows), tl.load(rows_ptr + 2 * rows)
+    mass, ref_mass = tl.load(rows_ptr + 3 * rows), tl.load(rows_ptr + 4 * rows)
+    centre = tl.load(rows_ptr + 5 * rows)
+    weight, slope = tl.load(factors_ptr + row), tl.load(factors_ptr + rows + row)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocabulary
-        z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")) - normaliser
-        r = tl.load(r_ptr + columns, mask=inside, other=float("-inf")) - ref_normaliser
-        p = tl.exp(z)
+        z = tl.load(z_ptr + columns, mask=inside, other=float("-inf"))
+        r = tl.load(r_ptr + columns, mask=inside, other=float("-inf"))
+        p = tl.exp(z - top) / mass
         if DIRECTION == REVERSE:
             gradient = p * ((_log_ratio(z, r) - centre) * weight - slope)
-        elif DIRECTION == FORWARD:
-            gradient = p * (weight - slope) - tl.exp(r) * weight
         else:
-            gradient = p * ((p - tl.exp(r) - centre) * weight - slope)
+            q = tl.exp(r - ref_top) / ref_mass
+            if DIRECTION == FORWARD:
+                gradient = p * (weight - slope) - q * weight
+            else:
+                gradient = p * ((p - q - centre) * weight - slope)
         tl.store(z_ptr + columns, gradient, mask=inside)

@@ -68,3 +68,36 @@ def test_cap_hides_nothing_from_rho_max():
         config=config,
     )
     assert m["rho_max"] == pytest.approx(math.exp(3), rel=1e-5)
+
+
+@pytest.mark.parametrize("mask_holds", [-1.0, math.nan])
+def test_against_the_formulas(mask_holds):
+    """Against the formulas on the whole, in float64; a NaN under the mask takes another way to the same numbers."""
+    shape, config = (9, 1000), KLConfig(estimator="k3", correction="clip", clip_low=0.05)
+    generator = torch.Generator().manual_seed(0)
+    logp, ref_logp, old_logp = (-3 * torch.rand(shape, generator=generator) for _ in range(3))
+    mask = torch.rand(shape, generator=generator) > 0.3
+    m = kl_metrics(torch.where(mask, logp, mask_holds), ref_logp, mask=mask, old_logp=old_logp, config=config)
+    logp, ref_logp, old_logp = (x[mask].double() for x in (logp, ref_logp, old_logp))
+    ratio, rho = logp - ref_logp, (logp - old_logp).exp()
+    c = 1 - torch.exp(-ratio)
+    pull = rho.clamp(max=10) * c.abs()
+    clipped = ((c > 0) & (rho < 0.95)) | ((c < 0) & (rho > 1.2))
+    assert m == pytest.approx(
+        {
+            "sampled": (old_logp - ref_logp).mean().item(),
+            "k1": ratio.mean().item(),
+            "k2": (ratio**2 / 2).mean().item(),
+            "k3": (torch.exp(-ratio) - 1 + ratio).mean().item(),
+            "tail_up": (ratio > 2).double().mean().item(),
+            "tail_down": (ratio < -2).double().mean().item(),
+            "coef_mean": c.abs().mean().item(),
+            "coef_max": c.abs().max().item(),
+            "clip_removed": (pull[clipped].sum() / pull.sum()).item(),
+            "ess": (rho.sum() ** 2 / (len(rho) * (rho**2).sum())).item(),
+            "rho_max": rho.max().item(),
+            "chi2": (c**2).mean().item(),
+        },
+        rel=1e-4,
+        abs=1e-6,
+    )

@@ -34,3 +34,7 @@ from kl_plugins.lab.values import k3_support_bias as k3_support_bias
 from kl_plugins.lab.values import k3_variance_is_finite as k3_variance_is_finite
 from kl_plugins.lab.values import taylor_bias as taylor_bias
 from kl_plugins.lab.values import uniform_means as uniform_means
+from kl_plugins.lab.variance import leave_one_out_moments as leave_one_out_moments
+from kl_plugins.lab.variance import moments as moments
+from kl_plugins.lab.variance import scores as scores
+from kl_plugins.lab.variance import topk_gradients as topk_gradients

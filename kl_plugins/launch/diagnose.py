@@ -121,6 +121,11 @@ _LATE_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         ),
         (r"kl\.[a-z_]+=|unknown (?:KL )?estimator", "Correct the kl block of the recipe, or the --kl_... option."),
         (r"^(?:\S*\.)?TimeoutError|timed? ?out", "Something did not answer in time: see the log before this line."),
+        (
+            r"^ray\.exceptions\.(?:ActorDiedError|WorkerCrashedError|ActorUnavailableError|RayActorError|NodeDiedError)",
+            "A worker process ended without an exception of its own: killed (kernel log, memory), or its node is gone "
+            "(`ray status`).",
+        ),
     )
 )
 _SEE_LOG = "See the log around this line."

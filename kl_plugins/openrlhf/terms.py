@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_plugins import combined_advantages, kl_head, kl_metrics
 from kl_plugins.config import KLConfig
+from kl_plugins.head import combined_advantages, head_terms
+from kl_plugins.metrics import measure
 from kl_plugins.openrlhf.settings import Settings
 from kl_plugins.ratios import importance_ratio
 from kl_plugins.shaping import group_norm
@@ -47,13 +48,13 @@ class StepKL:
         rollout_logp = self.experience.rollout_log_probs
         if rollout_logp is not None:  # is_correction is on, and what vLLM sampled from is not quite pi_old
             batch["rollout_weights"] = importance_ratio(old_logp, rollout_logp, self.mask, cap=self.config.ratio_cap)
-        matrix = kl_head(logp, ref_logp, **batch)
-        metrics = {f"kl/{name}": value for name, value in kl_metrics(logp, ref_logp, **batch).items()}
+        terms = head_terms(logp, ref_logp, **batch)
+        metrics = {f"kl/{name}": value for name, value in measure(terms).items()}
         self.experience.info.update({name: torch.tensor(value) for name, value in metrics.items()})
         largest = self.trainer.__dict__.setdefault("_kl_largest", {})
         largest.update({name: max(largest.get(name, metrics[name]), metrics[name]) for name in LARGEST})
         self.used = True
-        return matrix.detach() if self.config.form == "combined" else matrix
+        return terms.value if self.config.form == "combined" else terms.matrix(logp)
 
 
 def take_largest(trainer: Any) -> dict[str, float]:
@@ -63,10 +64,10 @@ def take_largest(trainer: Any) -> dict[str, float]:
 
 def reward_kl(config: KLConfig, samples: Any, logp: Tensor, ref_logp: Tensor) -> Tensor:
     """The penalty that OpenRLHF subtracts from the rewards, ``[B, T-1]``, detached; notes the metrics."""
-    batch: dict[str, Any] = dict(mask=samples.action_mask.bool(), config=config)
-    for name, value in kl_metrics(logp, ref_logp, **batch).items():
+    terms = head_terms(logp, ref_logp, mask=samples.action_mask.bool(), config=config)
+    for name, value in measure(terms).items():
         samples.info[f"kl/{name}"] = torch.full((len(logp),), value)  # OpenRLHF splits info by sample
-    return kl_head(logp, ref_logp, **batch).detach()
+    return terms.value
 
 
 def reward_config(args: Any) -> KLConfig | None:

@@ -3,7 +3,8 @@
 - ``coefficients``: value and coefficient of every registered estimator (figure 1 of the paper);
 - ``tails``: the Taylor trap of k3 (62), and the coefficients far out, the installed frameworks' own k3 included;
 - ``values``: KL as it would be reported, in repeated samples; k3's heavy tail (appendix I);
-- ``variance``: noise of a gradient, and variance of a coefficient (63), against the distance to the reference;
+- ``variance``: noise of a gradient against the distance to the reference: sampled, top-k and exact, with and without a
+  leave-one-out baseline, on enumerated policies and on the demo's language model; variance of a coefficient (63);
 - ``credit``: error and noise of the gradient against the length of the response, by credit.
 
 Data first (`panels`), drawing second (`save`). Equation numbers: https://arxiv.org/abs/2510.01555.
@@ -11,7 +12,11 @@ Data first (`panels`), drawing second (`save`). Equation numbers: https://arxiv.
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import statistics
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +37,18 @@ from kl_plugins.lab import (
     gaussian_moments,
     gaussian_sample_means,
     gradient_report,
+    leave_one_out_moments,
+    moments,
     taylor_bias,
+    token_coefficients,
+    topk_gradients,
 )
+from kl_plugins.report import tiny
 from kl_plugins.report.figure import FAINT, GRID, INK
 
 FORMATS = (".png", ".svg", ".pdf")
 SEEDS = range(10)
+COLUMNS = 3
 # Each series has its own dash, so that a figure survives a printer; the colours are told apart by the colour-blind.
 LINES = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (7, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (10, 3)))
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7a5c00", "#1a1a1a")
@@ -79,7 +90,7 @@ def panels(kind: str) -> list[Panel]:
 
 
 def save(drawn: list[Panel], path: Path) -> None:
-    """Draw the panels side by side into `path`; its suffix (.png, .svg, .pdf) is the format.
+    """Draw the panels side by side, `COLUMNS` in a row, into `path`; its suffix (.png, .svg, .pdf) is the format.
 
     Raises:
         ValueError: another suffix.
@@ -89,10 +100,12 @@ def save(drawn: list[Panel], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(drawn), 3.9), dpi=150, layout="constrained", facecolor="white")
+    columns = min(len(drawn), COLUMNS)
+    rows = math.ceil(len(drawn) / columns)
+    figure = Figure(figsize=(5.2 * columns, 3.9 * rows), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
-        _draw(axes, panel)
+    for i, panel in enumerate(drawn):
+        _draw(figure.add_subplot(rows, columns, i + 1), panel)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -226,34 +239,69 @@ def _pairs(vocabulary: int, length: int, scale: float = 0.7) -> list[tuple[Tabul
 
 
 def _variance() -> list[Panel]:
-    settings = {
+    token = {
         "k2": KLConfig("k2"),
-        "k2, credit return": KLConfig("k2", credit="return"),
         "k3": KLConfig("k3"),
         "mse": KLConfig("mse"),
     }
-    x, noise = [], {name: [] for name in settings}
+    response = {
+        "k1 in reward, return": KLConfig("k1", placement="reward", credit="return"),
+        "k2, sequence": KLConfig("k2", credit="sequence"),
+    }
+    x, noise, baselined = [], defaultdict(list), defaultdict(list)
     for scale in (0.1, 0.2, 0.4, 0.8, 1.2, 1.6, 2.4):
         pairs = _pairs(3, 3, scale)
         x.append(_median([float(exact_kl(*pair).detach()) for pair in pairs]))
-        for name, config in settings.items():
+        for name, config in token.items():
             noise[name].append(_median([gradient_report(config, *pair).noise for pair in pairs]))
+        for name, k in {"top 1": 1, "exact": 3}.items():
+            noise[name].append(_median([_noise(moments(topk_gradients(*pair, k), pair[0])) for pair in pairs]))
+        for name, config in response.items():
+            baselined[name].append(_median([gradient_report(config, *pair).noise for pair in pairs]))
+            pulls = [token_coefficients(config, *pair) for pair in pairs]
+            baselined[name + tiny.BASELINE].append(
+                _median(
+                    [
+                        _noise(leave_one_out_moments(pull, pair[0], tiny.GROUP))
+                        for pull, pair in zip(pulls, pairs, strict=True)
+                    ]
+                )
+            )
     spreads = [0.5 + 0.05 * i for i in range(21)]
     policies, reference = [gaussian(0.1, spread) for spread in spreads], gaussian(0.0, 1.0)
     coefficient = {
         "k2": [gaussian_moments(policy, reference)["k1"].variance for policy in policies],  # of log(π/π_ref)
         "k3: χ²(π_ref‖π) (63)": [gaussian_chi2(reference, policy) for policy in policies],
     }
-    return [
-        Panel(
-            "Noise of one response's gradient", "KL(π‖π_ref), nats, three tokens", "standard deviation / mean",
-            [Series(name, x, y) for name, y in noise.items()], x_scale="log", marker="o",
-        ),
+    lab, y = "KL(π‖π_ref), nats, three tokens", "standard deviation / mean, one response"
+    drawn = [
+        Panel("Per token: enumerated policies", lab, y, _all(noise, x), x_scale="log", marker="o"),
+        Panel("Per response: enumerated policies", lab, y, _all(baselined, x), x_scale="log", marker="o"),
         Panel(
             "π = N(0.1, σ), π_ref = N(0, 1)", "σ (k3: infinite up to √½)", "variance of the coefficient",
-            [Series(name, spreads, y) for name, y in coefficient.items()], y_scale="log",
+            _all(coefficient, spreads), y_scale="log",
         ),
     ]  # fmt: skip
+    if importlib.util.find_spec("transformers") is None:
+        warnings.warn("the language model's panels are left out: they need transformers", stacklevel=2)
+        return drawn
+    from kl_plugins.launch.run import cache_dir
+
+    x, measured = zip(*[tiny.noise(cache_dir() / "addition", s) for s in (0.05, 0.1, 0.2, 0.4)], strict=True)
+    model = "KL(π‖π_ref), nats a token"
+    for title, names in {"Per token: a language model": tiny.TOKEN, "Per response: the model": tiny.RESPONSE}.items():
+        series = _all({name: [m[name] for m in measured] for name in names}, list(x))
+        drawn.append(Panel(title, model, y, series, x_scale="log", marker="o"))
+    return drawn
+
+
+def _all(data: dict[str, list[float]], x: list[float]) -> list[Series]:
+    return [Series(name, x, y) for name, y in data.items()]
+
+
+def _noise(mean_and_variance: tuple[Tensor, float]) -> float:
+    mean, variance = mean_and_variance
+    return math.sqrt(variance) / float(mean.norm())
 
 
 def _credit() -> list[Panel]:

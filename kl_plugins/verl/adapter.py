@@ -33,8 +33,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from kl_plugins import drift
 from kl_plugins.config import KLConfig
 from kl_plugins.estimators import get_estimator
-from kl_plugins.head import combined_advantages, kl_head
-from kl_plugins.metrics import kl_metrics
+from kl_plugins.head import combined_advantages, head_terms
+from kl_plugins.metrics import measure
 from kl_plugins.post_import import after_import
 from kl_plugins.schedule import describe, read_block
 from kl_plugins.shaping import group_norm
@@ -91,19 +91,8 @@ class _MicroBatch:
     rollout_weights: Tensor | None
     metrics: dict[str, float] | None = None
 
-    def measure(self, logp: Tensor) -> None:
-        self.metrics = kl_metrics(
-            logp,
-            self.ref_logp,
-            mask=self.mask,
-            old_logp=self.old_logp,
-            config=self.config,
-            rollout_weights=self.rollout_weights,
-        )
-
     def matrix(self, logp: Tensor) -> Tensor:
-        self.measure(logp)
-        m = kl_head(
+        terms = head_terms(
             logp,
             self.ref_logp,
             mask=self.mask,
@@ -111,6 +100,7 @@ class _MicroBatch:
             old_logp=self.old_logp,
             rollout_weights=self.rollout_weights,
         )
+        m, self.metrics = terms.matrix(logp), measure(terms)
         # Combined: the pull is in the advantages already; the matrix only reports.
         return m.detach() if self.config.form == "combined" else m
 
@@ -151,7 +141,7 @@ def _wrap_ppo_loss(original):
         finally:
             _IN_FLIGHT.reset(token)
         if kl.placement == "reward":
-            batch.measure(no_padding_2_padding(model_output["log_probs"], data))
+            batch.matrix(no_padding_2_padding(model_output["log_probs"], data))
         if batch.metrics is None:
             raise RuntimeError(
                 f"verl {verl.__version__} computed its loss without calling kl_plugins' KL head: the run would train "

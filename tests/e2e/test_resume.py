@@ -65,6 +65,7 @@ def test_killed_and_resumed(framework, tmp_path):
 
     shown = kill_after(KILLED, worker, argv, out, tmp_path)
     assert "the command ended with status 1, after step" in shown
+    assert "A worker process ended without an exception of its own" in shown
     assert f"to go on: --resume --out {out} (last checkpoint: " in shown
     unbroken = rows(out)
     assert max(unbroken) < STEPS

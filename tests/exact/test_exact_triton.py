@@ -30,13 +30,8 @@ def test_compiles_for_a_gpu():
     from kl_plugins import exact_triton
 
     for kernel in (exact_triton._statistics, exact_triton._gradient):
-        types = {
-            "DIRECTION": "constexpr",
-            "BLOCK": "constexpr",
-            "vocabulary": "i32",
-            "z_stride": "i64",
-            "r_stride": "i64",
-        }
+        types = dict.fromkeys(("rows", "vocabulary"), "i32") | dict.fromkeys(("z_stride", "r_stride"), "i64")
+        types |= dict.fromkeys(("DIRECTION", "BLOCK"), "constexpr")
         signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
         for direction in range(3):
             source = ASTSource(kernel, signature, constexprs={"DIRECTION": direction, "BLOCK": exact_triton.BLOCK})

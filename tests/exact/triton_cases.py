@@ -29,7 +29,7 @@ def test_against_the_torch_step(dtype, vocabulary, direction, policy):
             direction=direction,
             labels=labels,
             weights=weights,
-            label_slope=(lambda logp: slopes * logp) if policy else None,
+            label_slope=(lambda logp, rows: slopes[rows] * logp) if policy else None,
         )
         results.append((out, z))
     (out, gradient), (triton_out, triton_gradient) = results

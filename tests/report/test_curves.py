@@ -1,12 +1,13 @@
 """Figures: the data are what they say, and every format renders."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from kl_plugins import KLEstimator, estimators, register_estimator, registered_estimators
-from kl_plugins.report import curves
+from kl_plugins import KLConfig, KLEstimator, estimators, lab, register_estimator, registered_estimators
+from kl_plugins.report import curves, tiny
 
 
 def series(panel):
@@ -62,13 +63,58 @@ def test_values_show_the_heavy_tail():
 
 
 def test_variance():
-    noise, spread = curves.panels("variance")
-    data = {s.name: s.y for s in noise.series}
-    assert all(a > b for a, b in zip(data["k2, credit return"], data["k2"], strict=True))
+    token, response, spread, *model = curves.panels("variance")
+    data = {s.name: s.y for s in token.series}
+    assert all(2 * e < k for e, k in zip(data["exact"], data["k2"], strict=True))
+    pulls = {s.name: s.y for s in response.series}
+    assert list(pulls) == list(tiny.RESPONSE)
+    assert all(a > b for a, b in zip(pulls["k1 in reward, return"], data["k2"], strict=True))
     k2, chi2 = (s.y for s in spread.series)
     sigmas = spread.series[0].x
     assert all(math.isinf(y) == (s <= math.sqrt(0.5)) for s, y in zip(sigmas, chi2, strict=True))
     assert all(math.isfinite(y) for y in k2)
+    of_model = {s.name: s.y for panel in model for s in panel.series}
+    assert list(of_model) == [*tiny.TOKEN, *tiny.RESPONSE]
+    assert all(3 * e < k for e, k in zip(of_model["exact"], of_model["k2"], strict=True))
+
+
+def _every_group(loss, policy, reference, group):
+    """Mean and variance of a group's gradient over all groups of responses, by enumeration."""
+    responses = policy.responses()
+    states, p = policy.states(responses), policy.response_probabilities()
+    mean, square = 0.0, 0.0
+    for members in itertools.product(range(len(p)), repeat=group):
+        rows = list(members)
+        mask = torch.ones_like(responses[rows], dtype=torch.bool)
+        drawn = tiny.Drawn(responses[rows], mask, policy.logits[states[rows]], reference.logits.detach()[states[rows]])
+        gradient = torch.autograd.grad(loss(drawn), policy.logits)[0].flatten()
+        mean, square = mean + p[rows].prod() * gradient, square + p[rows].prod() * gradient.square().sum()
+    return mean, float(square - mean.square().sum())
+
+
+@pytest.mark.parametrize("name", [*tiny.TOKEN, *tiny.RESPONSE])
+def test_the_models_losses_have_the_labs_moments(name):
+    """The losses that are measured on the language model, on a policy that can be enumerated, groups of two."""
+    policy = lab.TabularPolicy.random(tiny.TOP, 2, seed=1)
+    reference = policy.near(0.9, seed=2)
+    mean, variance = _every_group({**tiny.TOKEN, **tiny.RESPONSE}[name], policy, reference, 2)
+    plain = name.removesuffix(tiny.BASELINE)
+    if name in ("exact", f"top {tiny.TOP}"):  # the k are all there are
+        expected = lab.moments(lab.topk_gradients(policy, reference, tiny.TOP), policy)
+    else:
+        configs = {
+            "k2": KLConfig("k2"),
+            "k3": KLConfig("k3"),
+            "k1 in reward, return": KLConfig("k1", placement="reward", credit="return"),
+            "k2, sequence": KLConfig("k2", credit="sequence"),
+        }
+        coefficients = lab.token_coefficients(configs[plain], policy, reference)
+        if plain == name:
+            expected = lab.gradient_moments(coefficients, policy)
+        else:
+            expected = lab.leave_one_out_moments(coefficients, policy, 2)
+    torch.testing.assert_close(mean, expected[0], rtol=0, atol=1e-12)
+    assert 2 * variance == pytest.approx(expected[1], rel=1e-9)
 
 
 def test_credit():

@@ -1,8 +1,8 @@
 """The head once more, in slow Python floats, one token at a time: what tests of `kl_head` compare with.
 
 Written from the definitions of arXiv 2510.01555 (https://arxiv.org/abs/2510.01555), not from the package: it imports
-nothing of it. Only the decoupled loss is here, (8), (69), (70). Exponents are bounded by 20 as in the head; beyond
-that bound mse is not specified and not to be compared.
+nothing of it. Only the decoupled loss is here, (8), (69), (70). Exponents are bounded by 20 as in the head, rho's from
+above alone; beyond that bound mse is not specified and not to be compared.
 """
 
 import math
@@ -13,7 +13,7 @@ BOUND = 20.0
 
 
 def _exp(x):
-    return math.exp(max(-BOUND, min(BOUND, x)))
+    return math.exp(min(BOUND, x))
 
 
 def _expm1(x):
