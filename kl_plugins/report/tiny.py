@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,12 +95,7 @@ def noise(directory: Path, spread: float) -> tuple[float, dict[str, float]]:
     is the standard deviation of the gradient over the norm of its mean, each question's draws compared among
     themselves: sqrt(GROUP * trace of the covariance of a group's gradient) / norm, both averaged over questions.
     """
-    from transformers import AutoTokenizer, Qwen2ForCausalLM
-
-    from kl_plugins.cpu import addition
-
-    path = addition.prepare(directory) / "model"
-    tokenizer, reference = AutoTokenizer.from_pretrained(path), Qwen2ForCausalLM.from_pretrained(path)
+    tokenizer, reference = _load(directory)
     draw = torch.Generator().manual_seed(0)
     policy = copy.deepcopy(reference)
     with torch.no_grad():
@@ -124,6 +120,23 @@ def noise(directory: Path, spread: float) -> tuple[float, dict[str, float]]:
             variance[name] += covariance
             square[name] += mean - covariance / GROUPS  # unbiased for the square of the true mean
     return sum(kl) / len(kl), {name: math.sqrt(GROUP * variance[name] / square[name]) for name in losses}
+
+
+def _load(directory: Path) -> tuple[Any, Any]:
+    """The demo's tokenizer and model, without the progress bars of files this small."""
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    from kl_plugins.cpu import addition
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        path = addition.prepare(directory) / "model"
+        return AutoTokenizer.from_pretrained(path), Qwen2ForCausalLM.from_pretrained(path)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _draw(policy, reference, prompt: Tensor, end: int, draw: torch.Generator) -> Drawn:

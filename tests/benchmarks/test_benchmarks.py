@@ -36,7 +36,7 @@ def test_head_and_step(tmp_path):
     result = run("head", "step", "--repeats", "1", "--json", str(tmp_path / "out.json"))
     assert result.returncode == 0, result.stderr[-3000:]
     document = json.loads((tmp_path / "out.json").read_text())
-    assert {"processor", "threads", "python", "torch", "kl-plugins"} == set(document["machine"])
+    assert {"processor", "threads", "clock", "python", "torch", "kl-plugins"} == set(document["machine"])
     operations = " ".join(r["operation"] for r in document["results"])
     for package in ("verl", "openrlhf"):
         present = importlib.util.find_spec(package) is not None
