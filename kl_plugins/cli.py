@@ -12,7 +12,7 @@ import kl_plugins.data.cli
 import kl_plugins.doctor.cli
 import kl_plugins.launch.cli
 import kl_plugins.report.cli
-from kl_plugins.launch import axes
+from kl_plugins.launch import options
 
 app = typer.Typer(
     name="kl-plugins",
@@ -58,20 +58,9 @@ def recipes() -> None:
 )
 def run(
     recipe: Annotated[str, typer.Argument(help="A name such as verl/grpo_k2, or a path.")],
-    native: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(help="Passed to the framework as they are.", metavar="NATIVE"),
-    ] = None,
-    profile: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            "--profile", help="Laid over the recipe: cpu (no GPU needed), node, cluster or megatron.", metavar="NAME"
-        ),
-    ] = None,
-    steps: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--steps", help="Training steps, instead of the recipe's number.", min=1, metavar="N"),
-    ] = None,
+    native: options.Native = None,
+    profile: options.Profile = None,
+    steps: options.Steps = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--out", help="Folder of the run; default: runs/<recipe>-<time>.", metavar="DIR"),
@@ -89,36 +78,31 @@ def run(
             metavar="SECONDS",
         ),
     ] = None,
-    save_every: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--save-every", help="Write a checkpoint after every so many steps.", min=1, metavar="N"),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, with the KL's own state.")
-    ] = False,
+    save_every: options.SaveEvery = None,
+    resume: options.Resume = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the framework's own command and stop.")] = False,
-    kl_estimator: axes.Estimator = None,
-    kl_report: axes.Report = None,
-    kl_placement: axes.Placement = None,
-    kl_form: axes.Form = None,
-    kl_correction: axes.Correction = None,
-    kl_clip_low: axes.ClipLow = None,
-    kl_clip_high: axes.ClipHigh = None,
-    kl_ratio: axes.Ratio = None,
-    kl_ratio_cap: axes.RatioCap = None,
-    kl_credit: axes.Credit = None,
-    kl_coefficient_bound: axes.CoefficientBound = None,
-    kl_check_finite: axes.CheckFinite = None,
-    kl_allow_vacuous: axes.AllowVacuous = None,
+    kl_estimator: options.Estimator = None,
+    kl_report: options.Report = None,
+    kl_placement: options.Placement = None,
+    kl_form: options.Form = None,
+    kl_correction: options.Correction = None,
+    kl_clip_low: options.ClipLow = None,
+    kl_clip_high: options.ClipHigh = None,
+    kl_ratio: options.Ratio = None,
+    kl_ratio_cap: options.RatioCap = None,
+    kl_credit: options.Credit = None,
+    kl_coefficient_bound: options.CoefficientBound = None,
+    kl_check_finite: options.CheckFinite = None,
+    kl_allow_vacuous: options.AllowVacuous = None,
 ) -> None:
-    kl = axes.given(locals())
+    kl = options.given(locals())
     from kl_plugins.launch.plan import LaunchError
     from kl_plugins.launch.recipes import find_recipe
     from kl_plugins.launch.run import REFUSED, default_out, execute, make_plan, stdout_console
 
     try:
         found = find_recipe(recipe)
-        axes.refuse_misspelt(native or [], "run")
+        options.refuse_misspelt(native or [], "run")
         if resume and out is None:
             raise LaunchError("--resume needs --out, the folder of the run that is to go on")
         folder = (out or default_out(found)).absolute()

@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from kl_plugins.launch import axes
+from kl_plugins.launch import options
 from kl_plugins.launch.plan import LaunchError
 
 HELP = """Tell what gradient a configuration descends, with numbers; a few seconds, nothing is started.
@@ -31,27 +31,24 @@ def audit(
         Optional[list[str]],  # noqa: UP045
         typer.Argument(help="A recipe, then the framework's own words.", metavar="WORDS"),
     ] = None,
-    profile: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--profile", help="Laid over the recipe: cpu or node.", metavar="NAME"),
-    ] = None,
+    profile: options.Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 when the gradient is not the one named.")] = False,
-    kl_estimator: axes.Estimator = None,
-    kl_report: axes.Report = None,
-    kl_placement: axes.Placement = None,
-    kl_form: axes.Form = None,
-    kl_correction: axes.Correction = None,
-    kl_clip_low: axes.ClipLow = None,
-    kl_clip_high: axes.ClipHigh = None,
-    kl_ratio: axes.Ratio = None,
-    kl_ratio_cap: axes.RatioCap = None,
-    kl_credit: axes.Credit = None,
-    kl_coefficient_bound: axes.CoefficientBound = None,
-    kl_check_finite: axes.CheckFinite = None,
-    kl_allow_vacuous: axes.AllowVacuous = None,
+    kl_estimator: options.Estimator = None,
+    kl_report: options.Report = None,
+    kl_placement: options.Placement = None,
+    kl_form: options.Form = None,
+    kl_correction: options.Correction = None,
+    kl_clip_low: options.ClipLow = None,
+    kl_clip_high: options.ClipHigh = None,
+    kl_ratio: options.Ratio = None,
+    kl_ratio_cap: options.RatioCap = None,
+    kl_credit: options.Credit = None,
+    kl_coefficient_bound: options.CoefficientBound = None,
+    kl_check_finite: options.CheckFinite = None,
+    kl_allow_vacuous: options.AllowVacuous = None,
 ) -> None:
-    kl = axes.given(locals())
+    kl = options.given(locals())
     native = list(words or [])
     recipe = native.pop(0) if native and not native[0].startswith("-") and "=" not in native[0] else None
     if recipe is not None and recipe.split("/")[-1] in ("python", "python3", "kl-openrlhf"):  # a pasted command
@@ -60,7 +57,7 @@ def audit(
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's remarks about packages beside it
     try:
         if recipe is not None:
-            axes.refuse_misspelt(native, "audit")
+            options.refuse_misspelt(native, "audit")
         import torch
 
         torch.set_num_threads(1)  # tiny tensors

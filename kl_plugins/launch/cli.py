@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from kl_plugins.doctor.cli import MARKS
-from kl_plugins.launch import axes
+from kl_plugins.launch import options
 
 REFUSED, INTERRUPTED = 2, 130
 
@@ -33,18 +33,9 @@ JobId = Annotated[str, typer.Argument(help="The job's id, as `kl-plugins submit`
 def submit(
     recipe: Annotated[str, typer.Argument(help="A name such as verl/grpo_k2, or a path, which travels along.")],
     address: Address,
-    native: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(help="Passed to the framework as they are.", metavar="NATIVE"),
-    ] = None,
-    profile: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--profile", help="Laid over the recipe: cluster, node, megatron or cpu.", metavar="NAME"),
-    ] = None,
-    steps: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--steps", help="Training steps, instead of the recipe's number.", min=1, metavar="N"),
-    ] = None,
+    native: options.Native = None,
+    profile: options.Profile = None,
+    steps: options.Steps = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -53,13 +44,8 @@ def submit(
             metavar="DIR",
         ),
     ] = None,
-    save_every: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option("--save-every", help="Write a checkpoint after every so many steps.", min=1, metavar="N"),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, with the KL's own state.")
-    ] = False,
+    save_every: options.SaveEvery = None,
+    resume: options.Resume = False,
     timeout: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option("--timeout", help="As for `run`: end the run after so many seconds.", min=0, metavar="SECONDS"),
@@ -82,21 +68,21 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the `ray job submit` line; ask the cluster nothing.")
     ] = False,
-    kl_estimator: axes.Estimator = None,
-    kl_report: axes.Report = None,
-    kl_placement: axes.Placement = None,
-    kl_form: axes.Form = None,
-    kl_correction: axes.Correction = None,
-    kl_clip_low: axes.ClipLow = None,
-    kl_clip_high: axes.ClipHigh = None,
-    kl_ratio: axes.Ratio = None,
-    kl_ratio_cap: axes.RatioCap = None,
-    kl_credit: axes.Credit = None,
-    kl_coefficient_bound: axes.CoefficientBound = None,
-    kl_check_finite: axes.CheckFinite = None,
-    kl_allow_vacuous: axes.AllowVacuous = None,
+    kl_estimator: options.Estimator = None,
+    kl_report: options.Report = None,
+    kl_placement: options.Placement = None,
+    kl_form: options.Form = None,
+    kl_correction: options.Correction = None,
+    kl_clip_low: options.ClipLow = None,
+    kl_clip_high: options.ClipHigh = None,
+    kl_ratio: options.Ratio = None,
+    kl_ratio_cap: options.RatioCap = None,
+    kl_credit: options.Credit = None,
+    kl_coefficient_bound: options.CoefficientBound = None,
+    kl_check_finite: options.CheckFinite = None,
+    kl_allow_vacuous: options.AllowVacuous = None,
 ) -> None:
-    kl = axes.given(locals())
+    kl = options.given(locals())
     from kl_plugins.launch import preflight
     from kl_plugins.launch import submit as jobs
     from kl_plugins.launch.plan import LaunchError
@@ -105,7 +91,7 @@ def submit(
 
     try:
         found = find_recipe(recipe)
-        axes.refuse_misspelt(native or [], "submit")
+        options.refuse_misspelt(native or [], "submit")
         if resume and out is None:
             raise LaunchError("--resume needs --out, the folder of the run that is to go on")
         client = None if dry_run else jobs.connect(address)

@@ -47,6 +47,12 @@ def test_dashes_and_underscores(verl, spelt, tmp_path):
         assert "kl.ratio_cap=7" in result.stdout
 
 
+def test_keys_of_the_schedule_are_words(verl, tmp_path):
+    result = command("run", "verl/grpo_k2", "--profile", "cpu", "--kl_controller.kind=log", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "--kl_controller.kind: here it is written kl.controller.kind=VALUE" in result.output
+
+
 def test_dry_run_prints_a_command_and_does_nothing(verl, tmp_path):
     out = tmp_path / "out"
     result = command("run", "verl/grpo_k2", "--profile", "cpu", "--dry-run", "--out", out, "trainer.project_name='a b'")

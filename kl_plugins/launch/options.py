@@ -1,4 +1,4 @@
-"""The options ``--kl_*``, one for each axis of KLConfig, as every command that takes a recipe has them."""
+"""The options that the commands share: a run's, and ``--kl_*``, one for each axis of KLConfig."""
 
 from __future__ import annotations
 
@@ -9,9 +9,32 @@ import typer
 
 from kl_plugins.launch.plan import LaunchError, nearest
 
+# Optional: typer reads these at run time, on 3.10 as well.
+Native = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(help="Passed to the framework as they are.", metavar="NATIVE"),
+]
+Profile = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--profile", help="Laid over the recipe: cpu (no GPU needed), node, cluster or megatron.", metavar="NAME"
+    ),
+]
+Steps = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--steps", help="Training steps, instead of the recipe's number.", min=1, metavar="N"),
+]
+SaveEvery = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--save-every", help="Write a checkpoint after every so many steps.", min=1, metavar="N"),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, with the KL's own state.")
+]
+
 
 def _axis(name: str, help_text: str) -> Any:
-    # Text: whether a value is right is KLConfig's to say. Optional: typer reads it at run time, on 3.10 as well.
+    # Text: whether a value is right is KLConfig's to say.
     option = typer.Option(f"--kl_{name}", help=help_text, rich_help_panel="Axes of the kl block", metavar="X")
     return Annotated[Optional[str], option]  # noqa: UP045
 
@@ -45,6 +68,8 @@ def refuse_misspelt(words: Iterable[str], command: str) -> None:
     """
     for word in words:
         option = word.split("=")[0].replace("-", "_").lstrip("_")
+        if word.startswith("--") and option.startswith(("kl_controller.", "kl_reference.")):
+            raise LaunchError(f"--{option}: here it is written {option.replace('kl_', 'kl.', 1)}=VALUE")
         if word.startswith("--") and option.startswith("kl_"):
             from dataclasses import fields
 
