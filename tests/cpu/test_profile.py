@@ -7,6 +7,7 @@ import pytest
 from kl_plugins import KLConfig
 from kl_plugins.launch.plan import package_folder
 from kl_plugins.launch.recipes import recipes_dir
+from kl_plugins.schedule import PARTS, Schedule, read_block
 
 pytestmark = pytest.mark.skipif(package_folder("verl") is None, reason="needs verl's environment")
 
@@ -63,8 +64,11 @@ def test_every_micro_batch_of_the_cpu_profile_divides(compose, recipe):
 def test_the_kl_block_has_every_axis(compose, recipe):
     """So that each is an ordinary override, without Hydra's plus sign."""
     config = compose(recipe)
-    assert set(config["kl"]) == {f.name for f in dataclasses.fields(KLConfig)}
-    kl = KLConfig.from_mapping(config["kl"])
+    assert set(config["kl"]) == {f.name for f in dataclasses.fields(KLConfig)} | set(PARTS)
+    for part, cls in PARTS.items():
+        assert set(config["kl"][part]) == {f.name for f in dataclasses.fields(cls)}
+    kl, schedule = read_block(config["kl"])
+    assert schedule == Schedule()  # the values written out are the defaults
     assert config["actor_rollout_ref"]["actor"]["policy_loss"]["kl"] == config["kl"]
     if recipe == "ppo_k1_in_reward":
         expected = KLConfig(estimator="k1", placement="reward")
