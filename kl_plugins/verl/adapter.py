@@ -133,6 +133,11 @@ def _wrap_ppo_loss(original):
         beta = tensordict_utils.get_non_tensor_data(data, trainer.BETA, None)
         if beta is not None:
             config = _with_beta(config, beta)
+        elif config.policy_loss.scheduled:
+            raise RuntimeError(
+                "the batch carries no beta of kl_plugins: this trainer is not verl's PPOTrainer (v1), and would follow "
+                "neither kl.controller nor kl.reference. Drop them, or use verl.trainer.main_ppo"
+            )
         batch = _columns(data, kl)
         _check_actor(config, kl, batch)
         token = _IN_FLIGHT.set(batch)

@@ -23,6 +23,7 @@ class KLPolicyLossConfig(PolicyLossConfig):
         kl: a mapping of :class:`kl_plugins.KLConfig`'s axes, kept as a KLConfig, and of its ``controller`` and
             ``reference``, which are verl's trainer's business (:mod:`kl_plugins.verl.trainer`).
         combined_loss_mode: the policy loss that receives the combined advantages; filled from ``loss_mode``.
+        scheduled: whether the trainer has a schedule to follow; filled from ``kl``.
 
     Raises:
         ValueError: a key of ``kl`` is unknown or the combination is refused.
@@ -30,13 +31,16 @@ class KLPolicyLossConfig(PolicyLossConfig):
 
     kl: Any = field(default_factory=dict)
     combined_loss_mode: str = ""
+    scheduled: bool = False
 
     def __post_init__(self):
         # verl freezes its fields after construction; these are derived while constructing.
         if not isinstance(self.kl, KLConfig):
             if not isinstance(self.kl, Mapping):
                 raise ValueError(f"policy_loss.kl={self.kl!r} must be a mapping such as {{estimator: k2}}")
-            object.__setattr__(self, "kl", read_block(self.kl)[0])
+            config, schedule = read_block(self.kl)
+            object.__setattr__(self, "kl", config)
+            object.__setattr__(self, "scheduled", not schedule.constant)
         if self.kl.form == "combined" and self.kl.placement == "loss" and self.loss_mode != COMBINED_LOSS:
             object.__setattr__(self, "combined_loss_mode", self.loss_mode)
             object.__setattr__(self, "loss_mode", COMBINED_LOSS)

@@ -136,7 +136,7 @@ def _wrap_update_actor(stock: Callable) -> Callable:
         run = self.kl_run
         if run is None:
             return stock(self, batch, metrics)
-        if run.schedule.controller.kind != "fixed":
+        if not run.schedule.constant:
             batch.extra_info[BETA] = run.value
         batch = stock(self, batch, metrics)
         metrics.update(run.metrics())

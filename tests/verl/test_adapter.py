@@ -143,6 +143,14 @@ def test_the_controllers_beta_takes_the_place_of_the_configurations(axes):
     torch.testing.assert_close(gradient, wanted_gradient, rtol=0, atol=0)
 
 
+def test_a_trainer_that_follows_no_schedule_is_found_out():
+    scheduled = dict(estimator="k2", reference={"reset_every": 3})
+    with pytest.raises(RuntimeError, match="would follow neither kl.controller nor kl.reference"):
+        run(actor(scheduled))
+    loss, _, _ = run(actor(scheduled), **{trainer.BETA: BETA})
+    assert loss == run(actor(dict(estimator="k2")))[0]
+
+
 def run_shared(config, rollout, mode):
     """Loss and gradient [3, 5] of verl's ppo_loss on the batch that OpenRLHF's adapter is tested with as well."""
     rows, columns = shared.LOGP.shape
