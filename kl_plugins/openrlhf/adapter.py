@@ -66,24 +66,24 @@ def into_ppo_actor(module: ModuleType) -> None:
     """Put the head into ``openrlhf.trainer.ray.ppo_actor``, which holds the KL loss."""
     _refuse_patched(module)
     check("openrlhf", version(), PPO_ACTOR)
-    _wrap(module, "compute_approx_kl", _kl_loss)
-    _wrap(module.PolicyLoss, "forward", _policy_loss)
-    _wrap(module.ActorPPOTrainer, "training_step", _training_step)
-    _wrap(module.ActorPPOTrainer, "ppo_train", _ppo_train)
+    wrap(module, "compute_approx_kl", _kl_loss)
+    wrap(module.PolicyLoss, "forward", _policy_loss)
+    wrap(module.ActorPPOTrainer, "training_step", _training_step)
+    wrap(module.ActorPPOTrainer, "ppo_train", _ppo_train)
 
 
 def into_experience_maker(module: ModuleType) -> None:
     """Put estimator and norm into ``openrlhf.trainer.ppo_utils.experience_maker``, which makes the advantages."""
     check("openrlhf", version(), EXPERIENCE_MAKER)
-    _wrap(module, "compute_approx_kl", _kl_reward)
-    _wrap(module, "apply_length_penalties", _penalties)
+    wrap(module, "compute_approx_kl", _kl_reward)
+    wrap(module, "apply_length_penalties", _penalties)
     maker = module.RemoteExperienceMaker
-    _wrap(maker, "__init__", _maker_init)
-    _wrap(maker, "make_experience", _make_experience)
-    _wrap(maker, "compute_advantages_and_returns", _advantages)
+    wrap(maker, "__init__", _maker_init)
+    wrap(maker, "make_experience", _make_experience)
+    wrap(maker, "compute_advantages_and_returns", _advantages)
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+def wrap(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
     """Put ``make(stock)`` in place of ``owner.name``, once."""
     stock = getattr(owner, name)
     if not getattr(stock, "_kl_plugins", False):

@@ -8,7 +8,6 @@ checkpoints, whose client state has the number of resets.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from kl_plugins.drift import check
+from kl_plugins.openrlhf.adapter import wrap
 from kl_plugins.openrlhf.hook import METRICS
 from kl_plugins.openrlhf.known import PPO_TRAINER
 from kl_plugins.openrlhf.settings import Settings, version
@@ -36,17 +36,13 @@ def into_ppo_trainer(module: ModuleType) -> None:
 
 def with_schedule(trainer: type) -> type:
     """Put the schedule into OpenRLHF's ``BasePPOTrainer``, in place, once; returns it."""
-    for name, wrap in (
+    for name, make in (
         ("__init__", _wrap_init),
         ("train_step", _wrap_train_step),
         ("save_logs_and_checkpoints", _wrap_save),
         ("init_checkpoint_states", _wrap_init_checkpoint_states),
     ):
-        stock = getattr(trainer, name)
-        if not getattr(stock, "_kl_plugins", False):
-            wrapper = functools.wraps(stock)(wrap(stock))
-            wrapper._kl_plugins = True
-            setattr(trainer, name, wrapper)
+        wrap(trainer, name, make)
     return trainer
 
 

@@ -100,9 +100,9 @@ class _MicroBatch:
             old_logp=self.old_logp,
             rollout_weights=self.rollout_weights,
         )
-        m, self.metrics = terms.matrix(logp), measure(terms)
+        self.metrics = measure(terms)
         # Combined: the pull is in the advantages already; the matrix only reports.
-        return m.detach() if self.config.form == "combined" else m
+        return terms.value if self.config.form == "combined" else terms.matrix(logp)
 
 
 _IN_FLIGHT: ContextVar[_MicroBatch | None] = ContextVar("kl_plugins_micro_batch", default=None)
