@@ -1,7 +1,6 @@
 """The doctor on a real two-node cluster where one node lacks the package, and on broken installations."""
 
 import os
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray_cluster import bare_python, free_ports
 
 import kl_plugins
 from kl_plugins.doctor import checks
@@ -89,33 +89,15 @@ def test_a_hidden_entry_point_is_found_out(monkeypatch):
     assert levels(checks.entry_point()) == ["ok"]
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture
-def bare_python(tmp_path):
-    """A Python with everything of this environment except kl_plugins."""
-    venv = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-    site = venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    for entry in PURELIB.iterdir():
-        if not entry.name.lower().startswith(("kl_plugins", "_kl_plugins", "__editable__")):
-            (site / entry.name).symlink_to(entry)
-    return venv / "bin" / "python"
-
-
-@pytest.fixture
-def two_nodes(tmp_path, bare_python):
+def two_nodes(tmp_path):
     """A head with kl_plugins and a second node without; ended by process id."""
-    port = free_port()
+    (port,) = free_ports(1)
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     start = "from ray.scripts.scripts import main; main()"
     common = ["--num-cpus=1", "--block", "--disable-usage-stats"]
     head = [sys.executable, "-c", start, "start", "--head", f"--port={port}", "--include-dashboard=false", *common]
-    second = [str(bare_python), "-c", start, "start", f"--address=127.0.0.1:{port}", *common]
+    second = [str(bare_python(tmp_path / "bare")), "-c", start, "start", f"--address=127.0.0.1:{port}", *common]
     processes = []
     try:
         for command, log in ((head, "head.log"), (second, "second.log")):

@@ -1,20 +1,18 @@
 """OpenRLHF for real on the CPU: Ray actors, DeepSpeed, vLLM with a weight sync every step; a minute to start each."""
 
-import contextlib
 import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
+from ray_cluster import end, free_ports
 
 from kl_plugins.cpu import OPENRLHF_ENV
 
@@ -68,23 +66,6 @@ def run(module, flags, out, **environ):
         finally:
             end(process)
     return code, log.read_text()
-
-
-def end(process):
-    """End a process of ours and its descendants, which Ray puts into sessions of their own."""
-    try:
-        family = [psutil.Process(process.pid)]
-        family += family[0].children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=20)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    process.wait(timeout=20)
 
 
 def steps_of(out):
@@ -151,16 +132,6 @@ def head(tmp_path_factory):
     finally:
         end(process)
         shutil.rmtree(folder)
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def answers(address):

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from ray_cluster import title
 
 from kl_plugins.launch.plan import package_folder
 
@@ -103,16 +104,9 @@ def kill_after(step, worker, argv, out, folder):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         family = psutil.Process(run.pid).children(recursive=True)
-        os.kill(next(p.pid for p in family if worker in _title(p)), signal.SIGKILL)
+        os.kill(next(p.pid for p in family if worker in title(p)), signal.SIGKILL)
         shown, _ = run.communicate(timeout=300)
     finally:
         run.kill()
     assert run.returncode == 1, shown
     return shown
-
-
-def _title(process):
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from ray_cluster import title
 
 from kl_plugins.launch.plan import package_folder
 
@@ -89,7 +90,7 @@ def test_interrupt_leaves_no_process(tmp_path):
             time.sleep(1)
             family = psutil.Process(run.pid).children(recursive=True)
             for process in family:
-                process.info = {"cmdline": _title(process)}
+                process.info = {"cmdline": title(process)}
         assert any("raylet" in p.info["cmdline"] for p in family)
         assert any("gcs_server" in p.info["cmdline"] for p in family)
         run.send_signal(signal.SIGINT)
@@ -99,10 +100,3 @@ def test_interrupt_leaves_no_process(tmp_path):
     assert run.returncode == 130, shown
     assert "interrupted before the first step" in shown
     assert [(p.pid, p.info["cmdline"]) for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def _title(process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -154,3 +154,11 @@ def finish(processes):
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def title(process):
+    """Its command line, which Ray's workers rewrite; "" once it is gone."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
